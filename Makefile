@@ -16,7 +16,7 @@ setup:  ## create .venv and install what is missing (every target does this firs
 	@scripts/setup.sh
 
 demo: setup  ## a server and two workers share KV bytes here; every byte is checked
-	@$(BIN)/vcache demo $(ARGS)
+	@$(BIN)/python examples/engine.py
 
 test: check  ## lint, types, then all tests; ARGS="-k name" passes options on to pytest
 	@scripts/setup.sh vllm

@@ -10,16 +10,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from vcache_backend.vram_pool import regions
-from vcache_backend.vram_pool.copies.copier import Completion
+from vcache_backend.vram_pool.copies.copier import Completion, CopyJob
 from vcache_backend.vram_pool.copies.cuda_copier import CudaCopier
-from vcache_backend.vram_pool.copies.geometry import PagedKV
-from vcache_backend.vram_pool.copies.plan import placed, slot_rows
+from vcache_backend.vram_pool.copies.geometry import PagedKV, placed, slot_rows
 from vcache_backend.vram_pool.devices import Device, resolve
 
 from .results import Row, row
@@ -46,7 +45,7 @@ def slots(owner: Device, reader: Device, nbytes: int) -> Case:
     """Slots in a new segment of `owner`, one a chunk; on `reader` layers of (2, blocks, 16, 8, 128)
     bf16: pages of 32 KiB for K and for V, blocks in random order."""
     with regions.create(owner, nbytes) as owned:
-        mapped = regions.map_segment(owned.info, owned.fd, reader)
+        whole = regions.map_segment(owned.info, owned.fd, reader)[:nbytes]
     torch.cuda.set_device(reader.ordinal)
     gpu = torch.device("cuda", reader.ordinal or 0)
     layers = 1 if nbytes < 32 * MIB else 16
@@ -56,16 +55,15 @@ def slots(owner: Device, reader: Device, nbytes: int) -> Case:
     caches = [torch.randn(shape, device=gpu).to(torch.bfloat16) for _ in range(layers)]
     kv = PagedKV.describe(caches, BLOCK_SIZE)
     ids = np.random.default_rng(0).permutation(blocks + 7)[:blocks]
-    whole = mapped.whole[:nbytes]
-    local = mapped.device == reader.name and reader.medium == "cuda"
+    local = owner.name == reader.name and reader.medium == "cuda"
     addresses = whole.data_ptr() + np.arange(0, nbytes, chunk_bytes, dtype=np.int64)
     rows = slot_rows(kv, CHUNK, placed(kv, ids), addresses)
-    where: dict[str, Any] = {"local": local, "host": whole.device.type == "cpu"}
+    job = CopyJob(kv, *rows, whole, local=local, host=whole.device.type == "cpu")
     flat = torch.empty(nbytes, dtype=torch.uint8, device=gpu)
     case = Case(
         nbytes,
-        lambda copier: copier.pull(kv, *rows, keep=whole, **where),
-        lambda copier: copier.gather(kv, *rows, keep=whole, **where),
+        lambda copier: copier.copy(job),
+        lambda copier: copier.copy(job._replace(to_origin=True)),
         lambda: flat.copy_(whole, non_blocking=True),
         lambda: whole.copy_(flat, non_blocking=True),
     )
@@ -98,7 +96,7 @@ def in_place(owners: list[Device], reader: Device, nbytes: int) -> Case:
         for _ in range(layers)
     ]
     kv = PagedKV.describe(caches, BLOCK_SIZE, axes="block part token head dim")
-    order, sources = np.random.default_rng(0), [memory.whole[:nbytes] for memory in mapped]
+    order, sources = np.random.default_rng(0), [memory[:nbytes] for memory in mapped]
     rows = np.zeros((blocks, 3), dtype=np.int64)
     rows[:, 0] = np.arange(blocks) // each
     rows[:, 1] = np.concatenate([order.permutation(each) for _ in owners]) * page_bytes
@@ -108,7 +106,7 @@ def in_place(owners: list[Device], reader: Device, nbytes: int) -> Case:
     flats = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in owners]
 
     def pull(copier: CudaCopier) -> Completion:
-        return copier.pull(kv, rows, origins, None, mapped)
+        return copier.copy(CopyJob(kv, rows, origins, mapped))
 
     def read() -> None:
         for flat, source in zip(flats, sources, strict=True):
@@ -154,9 +152,9 @@ def peer_speed(nbytes: int) -> float:
     owner, reader = resolve("cuda:0"), resolve(f"cuda:{min(1, torch.cuda.device_count() - 1)}")
     torch.cuda.set_device(reader.ordinal)
     with regions.create(owner, nbytes) as owned:
-        mapped = regions.map_segment(owned.info, owned.fd, reader)
+        whole = regions.map_segment(owned.info, owned.fd, reader)
     target = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{reader.ordinal}")
-    source = mapped.whole[:nbytes]
+    source = whole[:nbytes]
     pull = partial(target.copy_, source, non_blocking=True)
     return nbytes / statistics.median([engine_seconds(pull) for _ in range(RUNS + 3)][3:]) / 1e9
 
@@ -174,12 +172,10 @@ def run() -> list[Row]:
     first, host = resolve("cuda:0"), resolve("host", "cuda:0")
     copier, rows = CudaCopier(0), list[Row]()
 
-    def add(
-        name: str, case: Case, how: str, floor: float, by: CudaCopier = copier, store: bool = False
-    ) -> None:
+    def add(name: str, case: Case, how: str, floor: float, store: bool = False) -> None:
         """The row of GB/s, RUNS samples each; the copy engine and ours take turns."""
         ours, engine = (case.out, case.write) if store else (case.into, case.read)
-        works = partial(copier_seconds, partial(ours, by)), partial(engine_seconds, engine)
+        works = partial(copier_seconds, partial(ours, copier)), partial(engine_seconds, engine)
         for work in works * 3:
             work()
         rates: list[list[float]] = [[], []]
@@ -191,12 +187,8 @@ def run() -> list[Row]:
 
     peers = [resolve(f"cuda:{number}") for number in range(1, torch.cuda.device_count())]
     how = f"from a segment on the peer into scattered {PAGE_BYTES >> 10}-KiB pages"
-    for mib, floor in ((256, 0.95), (32, 0.95), (4, 0.90)) if peers else ():
-        case = slots(peers[0], first, mib * MIB)
-        add(f"peer_retrieve_{mib}MiB", case, how, floor)
-        if mib == 256:
-            few = CudaCopier(0, max_ctas=32)
-            add("peer_retrieve_256MiB_32cta", case, f"with 32 CTAs {how}", 0.90, few)
+    for mib, floor in ((256, 0.95), (4, 0.90)) if peers else ():
+        add(f"peer_retrieve_{mib}MiB", slots(peers[0], first, mib * MIB), how, floor)
     how = "into scattered 64-KiB pages of 32 tensors"
     if peers:
         case = in_place(peers[:1], first, 256 * MIB)
@@ -204,8 +196,6 @@ def run() -> list[Row]:
     if len(peers) > 2:
         case = in_place(peers[:3], first, 256 * MIB)
         add("inplace_copy_3_owners", case, f"out of KV caches on 3 peers {how}", 0.93)
-    own = slots(first, first, 256 * MIB)
-    add("local_store_256MiB", own, "into the own segment", 0.85, store=True)
     locked = slots(host, host, 256 * MIB)
     add("host_retrieve_256MiB", locked, "out of locked host memory", 0.85)
     add("host_store_256MiB", locked, "into locked host memory", 0.85, store=True)

@@ -11,7 +11,7 @@
 #   equal    200 hits each in place, through a pool and through LMCache beside each other, with their control   6 minutes; WAYS=in_place: that alone
 #   speed    in place and through a pool: async_ttft, the scheduler's time, misses                  7 minutes; nothing beside it
 #   prove    vcache prove, in place and through a pool                                              2 minutes on one GPU
-#   decode   what a step that only decodes costs, beside vLLM alone and alone with NIXL's layout   3 minutes on one GPU; nothing beside it
+#   decode   what a step that only decodes costs, beside vLLM alone and alone with NIXL's layout   4 minutes on one GPU; nothing beside it
 #   short    short_tax in place                                                                     4 minutes; nothing beside it
 #   tables   in place, hits that end as vLLM's own do, bit for bit, with flipped bytes: Gemma 3, gpt-oss, LFM 2, Granite 4, Qwen3-Next   6 minutes on one GPU
 #   groups   in place: async_ttft of the shapes of gpt-oss and Gemma 3, with CUDA graphs            7 minutes; nothing beside it
@@ -20,12 +20,11 @@
 #   copies   copies, engine, metadata server                                                        2 minutes
 #   serving  two servers, vLLM alone, in place and with a pool, in turn: WORKLOADS=..., RUNS=0,1,2  7 minutes
 #   routed   two servers, vLLM alone and in place, in turn and behind vllm-router: ARMS=..., WORKLOADS=...   8 minutes; nothing beside it
-#   hits     without a GPU: what another instance finds, beside what the owner would; scheduling under attack       5 minutes
 #   ranks    one server of two data parallel ranks, alone and in place, chat: WORKLOADS=...         8 minutes; nothing beside it
 #   pd       prefill and decode apart, vcache beside NIXL and beside two servers that do both: ARMS=..., FLIGHTS="1 8 16 32", TOKENS="8 32" in
 #            thousands, ANSWER=128 or 512, REPEATS=6 for shared prefixes, REQUESTS=40   4 minutes an arm with two flights and 8k; nothing beside it
 #            on one GPU: GPUS=0,0 MORE="--memory 0.6"
-#   soak     whole vLLMs paused, stopped and killed, with controls: LEVELS="death death_pool"   7 minutes
+#   soak     whole vLLMs paused, stopped and killed, with controls: LEVELS="death death_pool"   7 minutes; without a GPU: LEVELS="planned hits"
 #
 # `serving`, `routed` and `ranks` keep their rows for the next call on the same machine: two calls may measure one system each
 # (ARMS=alone:turn,alone:cache_aware16, then ARMS=inplace:turn,inplace:cache_aware16), and the second one compares. The router's wheel is
@@ -150,7 +149,7 @@ speed() {
   ttft speed_in_place 270 ttft,scheduler,miss "${in_place[@]}" --kv-gib 6 --rounds 7
   ttft speed_pool 250 ttft,scheduler,miss "${pool[@]}" --kv-gib 6 --rounds 7
 }
-decode() { bench decode 240 vllm_steps --logs "$logs/decode" ${TINY:+--scale tiny --rounds 1} ${MORE:-}; }
+decode() { ttft decode 300 decode "${in_place[@]}" --kv-gib 6 --rounds 5; }
 short() { ttft short 300 short "${in_place[@]}" --kv-gib 6; }
 models() {
   ttft models 550 gemma3,gpt_oss,lfm2 --integration vllm --pool-gib 4 --rounds 3 &
@@ -164,11 +163,6 @@ tables() {
   wait
 }
 groups() { ttft groups 420 ttft_gpt_oss,ttft_gemma3 "${in_place[@]}" --kv-gib 6 --rounds 5; }
-hits() {
-  bench hits 250 hits &
-  PYTHONPATH=tests:tests/support:${PYTHONPATH:-} timeout $((until - SECONDS)) "$python" -m soak --level planned --seconds "${SOAK_SECONDS:-120}" > "$out/soak-planned.txt" 2>&1 &
-  wait; tail -n 1 "$out/soak-planned.txt"
-}
 which() { timeout $((until - SECONDS)) "$python" scripts/which_models.py run "$out/which_models.json" > "$logs/which.txt" 2>&1; echo "== which: rc $?"; }
 copies() { "$python" -m benchmarks --out "$out/copies.json" --commit "${COMMIT:-}" 2>&1 | tail -n 60; }
 soak() {
@@ -200,7 +194,7 @@ ranks() { served ranks "${ARMS:-alone_dp:turn,inplace_dp:turn}" "${WORKLOADS:-ch
 
 for beside in "$@"; do
   for call in ${beside//+/ }; do
-    [[ " tests equal speed prove decode short tables groups hits models which copies serving routed ranks pd soak " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
+    [[ " tests equal speed prove decode short tables groups models which copies serving routed ranks pd soak " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
     "$call" &
   done
   wait

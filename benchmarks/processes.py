@@ -1,4 +1,4 @@
-"""What benchmarks and tests share, beside `vcache_backend.children`: a server, free ports."""
+"""What benchmarks have beside `vcache_backend.children`: a server, free ports."""
 
 from __future__ import annotations
 
@@ -17,14 +17,6 @@ ROOT = Path(__file__).resolve().parent.parent
 HOST = "127.0.0.1"
 PATIENT = ClientConfig(request_seconds=10.0, control_seconds=30.0, connect_seconds=5.0)
 """For clients that measure, or wait for others."""
-
-
-def stopped(pid: int) -> bool:
-    """Whether the process is stopped by a signal, or by a debugger."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except OSError:
-        return False
 
 
 @contextmanager

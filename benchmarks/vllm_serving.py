@@ -43,7 +43,6 @@ from .serving.summary import Figures, apart, compared, rows_of
 from .serving.systems import MODEL, SIZES, SYSTEMS, Sizes
 from .serving.trace import conversations
 from .serving.workloads import FIRST, Plan, Request, Workload
-from .vllm.instances import KINDS, joined
 
 WORKLOADS = {
     "prefix": workloads.prefix_repetition,
@@ -84,9 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         made.clock.check(LEAST_SECONDS)
                         _measure(arm, servers, runs, made)
     for name in options.workloads:
-        made.report.add(compared(made.report.rows, joined(options.model, name), four))
-        plan = _shaped(name, sizes.plan)[1]
-        made.report.add(apart(made.report.rows, joined(options.model, name), plan))
+        made.report.add(compared(made.report.rows, name, four))
+        made.report.add(apart(made.report.rows, name, _shaped(name, sizes.plan)[1]))
     return made.end()
 
 
@@ -99,7 +97,7 @@ def _loads(options: argparse.Namespace, sizes: Sizes) -> dict[str, list[Workload
         for phase in load.phases:
             phase.requests[:] = [each.made(MODEL) for each in phase.requests]
         ceiling = workloads.ceiling(load.phases, plan.block)
-        named = load._replace(name=joined(options.model, workload), ceiling=ceiling)
+        named = load._replace(name=workload, ceiling=ceiling)
         loads.setdefault(workload, []).append(named)
     gc.collect()
     gc.freeze()
@@ -177,18 +175,14 @@ def _warm(ports: Sequence[int], plan: Plan, apart: str) -> list[str]:
 
 
 def _sizes(options: argparse.Namespace) -> Sizes:
-    """The scale's, with what was asked for otherwise. KV caches of another model have room for as
-    many tokens."""
-    sizes, kind = SIZES[options.scale], options.model
-    scale = KINDS[kind].of(sizes.scale)
-    each = options.memory * scale.token_bytes / sizes.scale.token_bytes
+    """The scale's, with what was asked for otherwise."""
+    sizes = SIZES[options.scale]
     given = {name: value for name in PLANNED if (value := getattr(options, name)) is not None}
     return msgspec.structs.replace(
         sizes,
-        scale=msgspec.structs.replace(scale, name=joined(scale.name, kind)),
-        plan=msgspec.structs.replace(sizes.plan, vocabulary=scale.vocabulary, **given),
-        kv_bytes=int(sizes.kv_bytes * each),
-        pool_bytes=int(sizes.pool_bytes * each),
+        plan=msgspec.structs.replace(sizes.plan, **given),
+        kv_bytes=int(sizes.kv_bytes * options.memory),
+        pool_bytes=int(sizes.pool_bytes * options.memory),
         instances=len(options.gpus),
     )
 
@@ -204,8 +198,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     usual = "prefix,fork,chat"
     option("--workloads", type=_workloads, default=usual, help=f"of {', '.join(WORKLOADS)}")
     option("--scale", choices=SIZES, default="full")
-    models = [kind for kind in KINDS if KINDS[kind].several]
-    option("--model", choices=models, default="", help="in place of Llama's shape")
     option("--gpus", type=_numbers, default="0,1", help="one for each server")
     option("--memory", type=float, default=1.0, help="of the scale's KV caches")
     option("--runs", type=_numbers, default="0", help="numbers of runs, each with other prompts")

@@ -1,11 +1,11 @@
 """Are hits of real vLLM instances that share KV on two GPUs right, and how fast are they?
 
-    python3 -m benchmarks.vllm_ttft --out FILE [--integration lmcache|vllm|inplace|both|behind]
+    python3 -m benchmarks.vllm_ttft --out FILE [--integration lmcache|vllm|inplace]
                                     [--only PART,...] [--scale full|beside|tiny]
 
 `--integration`: through LMCache and the plugin, through our own connector and a pool, or in place:
-with the same, out of vLLM's own KV cache, without a pool; `both`: in place beside LMCache's server;
-`behind`: out of LMCache's server, beside us. It needs vLLM, and LMCache for `lmcache`.
+with the same, out of vLLM's own KV cache, without a pool. It needs vLLM, and LMCache for `lmcache`.
+Part `decode` wants one GPU, and `--kv-gib 6`.
 The model has the shape of Llama-3.1-8B and dummy weights, so nothing is downloaded. Parts run in
 the order of `--only`. Each writes its rows as soon as it has them, and the others go on if one
 fails. At the deadline whatever runs is ended. `--scale tiny` runs the same on the CPU, to check the
@@ -25,13 +25,12 @@ from vcache_backend.prove.prompts import Prompts
 from .options import Measurement, names_of, parser
 from .results import Row
 from .vllm.fleet import Fleet, Run
-from .vllm.instances import KINDS, joined
+from .vllm.instances import GIB, KINDS, SCALES, joined
 from .vllm.parts import equality, latency, scheduling
-from .vllm.scale import GIB, SCALES
+from .vllm.parts.scheduling import ARMS
 
 OURS = ("vllm", "inplace")
-BESIDE = "both", "behind"
-ALL = ("lmcache", *OURS, *BESIDE)
+ALL = ("lmcache", *OURS)
 
 
 class Part(NamedTuple):
@@ -99,7 +98,7 @@ PARTS: dict[str, Part] = {
     "ttft_gemma3": _timed("gemma3"),
     "agreeing": Part(_trio(), equality.agreeing),
     "sensitive": Part(("alone",), equality.sensitive),
-    "flipped": Part(_trio(), equality.flipped, ("inplace", "both")),
+    "flipped": Part(_trio(), equality.flipped, ("inplace",)),
     "equal": Part(_trio(), _equal),
     "miss": Part(("alone", "a"), latency.miss),
     "fp8": _few("fp8", "modes"),
@@ -113,6 +112,7 @@ PARTS: dict[str, Part] = {
     "mamba2": _few("mamba2", "states", ("inplace",), cpu=False),
     "gdn": _few("gdn", "states", ("inplace",)),
     "tp2": _few("tp2", "tp2", cpu=False),
+    "decode": Part(tuple(ARMS.values()), scheduling.decode_steps, ("inplace",), apart="decode"),
     "short": Part(("busy_alone", "busy_a"), latency.short_tax, OURS, apart="short"),
 }
 """In the order in which they run. A part's number is the seed of its prompts."""

@@ -262,7 +262,7 @@ def two_servers(
 def write_model(folder: Path, tiny: bool) -> str:
     """A Llama with generated weights: a tiny one, or one of 1.1 billion, which takes seconds and 2
     GiB of disk."""
-    from benchmarks.vllm.scale import SCALES, TINY
+    from benchmarks.vllm.instances import SCALES, TINY
 
     sizes = {
         "hidden_size": 2048,

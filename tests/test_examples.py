@@ -149,6 +149,13 @@ def test_a_killed_example_ends_what_it_started(tmp_path: Path) -> None:
         eventually(lambda: not with_words(folder))
 
 
+def test_each_worker_retrieves_what_the_other_has_stored_and_a_changed_byte_is_found() -> None:
+    done = ran(sys.executable, EXAMPLE.with_name("engine.py"), timeout=EXAMPLE_SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert "64 of 64 chunks retrieved" in done.stdout
+    assert done.stdout.endswith("Every byte is right, and a wrong one is found.\n")
+
+
 @pytest.mark.parametrize(
     "program",
     [

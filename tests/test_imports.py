@@ -27,8 +27,7 @@ GPU_CODE = ("torch", "triton", "numpy", "cuda", "vllm", "lmcache", "mooncake")
 DOORS = ("vcache_backend.integration", "integration", "benchmarks")
 
 TOOLS = tuple(
-    f"vcache_backend.{name}"
-    for name in ("cli", "demo", "doctor", "prove", "status", "tables", "top")
+    f"vcache_backend.{name}" for name in ("cli", "doctor", "prove", "status", "tables", "top")
 )
 """On top of everything."""
 ROOMS = ("protocol", "metadata_server", "vram_pool", "resident", "offload", "transfer", "engine")
@@ -163,10 +162,9 @@ def test_every_folder_of_code_is_packaged() -> None:
     ("code", "more"),
     [
         ("import vcache_backend.metadata_server.main", ["rich"]),
-        ("import vcache_backend.demo", []),
         (f"from {HOOK} import register; register(); register()", ["msgspec"]),
     ],
-    ids=["server", "demo", "hook"],
+    ids=["server", "hook"],
 )
 def test_what_has_to_be_light_loads_neither_torch_nor_cuda(code: str, more: list[str]) -> None:
     """What the imports do, rather than what they say: a fresh process has none of it, and no

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vcache_backend import proofs
+from vcache_backend import __version__, proofs
 from vcache_backend.errors import VCacheError
 from vcache_backend.proofs import Combination, Proof
 
@@ -31,6 +31,19 @@ def test_a_proof_is_of_exactly_one_combination_and_the_last_one_counts(kept: Pat
         assert proofs.find(Combination(**other)) is None
     later = Proof(combination=MADE, date="2026-12-01", model="m")
     assert (proofs.write(later), proofs.believed()) == (kept, [later])
+
+
+def test_another_file_is_another_vcache(tmp_path: Path) -> None:
+    (tmp_path / "room").mkdir()
+    file = tmp_path / "room" / "module.py"
+    seen = [proofs.digest(tmp_path)]
+    for text in ("one", "two"):
+        file.write_text(text)
+        seen.append(proofs.digest(tmp_path))
+    file.rename(file.with_name("other.py"))
+    seen.append(proofs.digest(tmp_path))
+    assert len(set(seen)) == 4
+    assert proofs.installed().startswith(f"{__version__}+")
 
 
 def elsewhere(file: Path) -> Path:

@@ -1,5 +1,5 @@
-"""Child processes: programs that log, and children that answer commands. For `vcache prove` and the
-benchmarks.
+"""Child processes: programs that log, and children that answer commands. For `vcache prove`, the
+benchmarks and the examples.
 
 Every wait has a deadline, and no child outlives this process."""
 
@@ -11,10 +11,11 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,7 +24,6 @@ from typing import Any, Self
 from vcache_backend.errors import VCacheError
 
 START_SECONDS = 30.0
-_PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -32,10 +32,37 @@ class ChildFailed(VCacheError):
     log.
     """
 
+    @property
+    def line(self) -> str:
+        """Who has failed and how, and the last error in its log."""
+        first, *log = str(self).splitlines()
+        errors = [line for line in log if re.search("Error|No space|Killed", line)]
+        last = [line for line in errors[-1:] or log[-1:] if line not in first]
+        return " ".join([first.partition("; /")[0], *last])
+
 
 def die_with_parent() -> None:
     """Called in a child: have it get SIGKILL when the thread that started it ends."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """SIGINT and SIGTERM wait for the end of the block: Python loses what a handler raises in the
+    middle of a fork."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # handlers run in the main thread
+        return
+    came = list[int]()
+    numbers = signal.SIGINT, signal.SIGTERM
+    kept = [signal.signal(number, lambda number, _: came.append(number)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, kept, strict=True):
+            signal.signal(number, handler or signal.SIG_DFL)
+        for interrupt in came:
+            signal.raise_signal(interrupt)
 
 
 class Program:
@@ -65,16 +92,20 @@ class Program:
 
     def start(self) -> None:
         """Start it, also again after `kill`."""
-        with self.log.open("ab") as file:
-            self._process = subprocess.Popen(
-                self._command,
-                env=self._environment,
-                stdin=self._stdin,
-                stdout=file,
-                stderr=file,
-                process_group=0,
-                preexec_fn=die_with_parent,
-            )
+        try:
+            with self.log.open("ab") as file, _uninterrupted():
+                self._process = subprocess.Popen(
+                    self._command,
+                    env=self._environment,
+                    stdin=self._stdin,
+                    stdout=file,
+                    stderr=file,
+                    process_group=0,
+                    preexec_fn=die_with_parent,
+                )
+        except KeyboardInterrupt:  # it came meanwhile
+            self.kill()
+            raise
 
     @property
     def pid(self) -> int:
@@ -195,6 +226,13 @@ def answer_commands(make: Callable[[], Any]) -> None:
 def module(name: str, *arguments: str) -> list[str]:
     """The command line that runs a module with this Python."""
     return [sys.executable, "-P", "-m", name, *arguments]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's variables but vcache's own, and `more`."""
+    ours = "VCACHE_CONFIG", "VCACHE_SOCKET"
+    given = {**os.environ, **more}  # noqa: TID251 - handed on, not read
+    return {name: value for name, value in given.items() if name not in ours}
 
 
 class MetadataServer(Program):

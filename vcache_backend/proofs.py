@@ -9,7 +9,9 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from hashlib import blake2b
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -19,18 +21,33 @@ from vcache_backend.config import state_folder
 from vcache_backend.errors import ConfigError, VCacheError
 from vcache_backend.supported import VLLM
 
-_MOST_BYTES, _MOST_FILES = 1 << 16, 1000
+
+@cache
+def installed() -> str:
+    """The version of vcache, and a digest of its files: code that was changed is not proved."""
+    spec = find_spec("vcache_backend.integration")  # in a checkout beside the package
+    beside = spec.submodule_search_locations if spec is not None else None
+    return f"{__version__}+{digest(Path(__file__).parent, *map(Path, beside or ()))}"
+
+
+def digest(*folders: Path) -> str:
+    """A digest of the Python files in these folders: their names and what they say."""
+    made = blake2b(digest_size=4)
+    for folder in folders:
+        for file in sorted(folder.rglob("*.py")):
+            made.update(msgspec.json.encode((str(file.relative_to(folder)), file.read_bytes())))
+    return made.hexdigest()
 
 
 class Combination(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a proof is about. vllm, torch, vcache: versions. device: vLLM's name of the GPU, or
-    `cpu`. share: `in_place` or `pool`."""
+    """What a proof is about. vllm, torch: versions. vcache: see `installed`. device: vLLM's name of
+    the GPU, or `cpu`. share: `in_place` or `pool`."""
 
     vllm: str
     torch: str
     device: str
     share: str
-    vcache: str = __version__
+    vcache: str = msgspec.field(default_factory=installed)
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,11 +74,11 @@ def believed() -> list[Proof]:
     """This user's proofs that can be believed. Never raises."""
     found = list[Proof]()
     with suppress(ConfigError, OSError), _own(state_folder(), os.O_DIRECTORY) as folder:
-        for name in sorted(os.listdir(folder))[:_MOST_FILES]:
+        for name in sorted(os.listdir(folder))[:1000]:
             # A named pipe would wait for a writer.
             flags = os.O_NOFOLLOW | os.O_NONBLOCK
             with suppress(OSError, msgspec.MsgspecError), _own(Path(name), flags, folder) as file:
-                found.append(msgspec.json.decode(os.read(file, _MOST_BYTES), type=Proof))
+                found.append(msgspec.json.decode(os.read(file, 1 << 16), type=Proof))
     return found
 
 

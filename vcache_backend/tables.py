@@ -78,7 +78,7 @@ def shown(proof: Proof, rows: Sequence[Shown], file: str) -> Iterator[Renderable
         yield Text(f"NOT proved: {how}", "bold red")
 
 
-# ---- `vcache status` and `vcache segment list`
+# ---- `vcache status`
 
 
 def status(stats: m.ServerStats) -> Iterator[RenderableType]:

@@ -20,9 +20,8 @@ from vcache_backend.children import ChildFailed, MetadataServer, Program, module
 from vcache_backend.protocol.client import Client
 
 from ..processes import HOST, PATIENT, free_ports
-from ..vllm.environment import ENVIRONMENT, environment
-from ..vllm.scale import GIB
-from ..vllm.settings import lmcache_server
+from ..vllm.instances import GIB
+from ..vllm.settings import ENVIRONMENT, environment, lmcache_server
 from .systems import SYSTEMS, Sizes, mooncake_peer, serve_arguments
 
 START_SECONDS = 300.0

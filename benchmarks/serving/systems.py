@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ..processes import HOST
-from ..vllm.scale import SCALES, Scale, sized
+from ..vllm.instances import SCALES, Scale, sized
 from ..vllm.settings import BOTH, beside, llm, our_connector, server_mode
 from .workloads import Plan
 
@@ -78,9 +78,6 @@ SYSTEMS = {
     "lmcache": System(label="LMCache's server", lmcache="auto"),
     "both": System(
         label="vcache in place beside LMCache's server", share="in_place", lmcache="engine_driven"
-    ),
-    "both_pool": System(
-        label="vcache, a pool, beside LMCache's server", share="pool", lmcache="auto"
     ),
     "alone_dp": System(label="vLLM alone, data parallel", ranks=True),
     "inplace_dp": System(label="vcache in place, data parallel", share="in_place", ranks=True),

@@ -21,23 +21,21 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from vcache_backend.children import Child, ChildFailed, MetadataServer, Program, module, until
+from vcache_backend.children import Child, ChildFailed, MetadataServer, module, until
 from vcache_backend.protocol.client import Client
 from vcache_backend.prove.prompts import Prompts
 
-from ..processes import PATIENT, free_ports
+from ..processes import PATIENT
 from ..results import Clock, Row, none
-from .environment import ENVIRONMENT, descends, environment, visible
-from .instances import INSTANCES, KINDS, Spec, joined
-from .scale import GIB, Scale
+from .instances import INSTANCES, KINDS, Scale, Spec, joined
 from .settings import (
     BOTH,
+    ENVIRONMENT,
     arguments,
-    beside,
+    environment,
     lmcache_file,
-    lmcache_server,
     our_connector,
-    server_mode,
+    visible,
 )
 
 START_SECONDS = 240.0
@@ -53,17 +51,15 @@ class Fleet:
 
     folder: for logs and settings. cache: for vLLM's compiled code and the models, kept for the next
     run. more: settings of vcache, by `SECTION.KEY`. way: `lmcache`, vcache as a plugin under
-    LMCacheConnectorV1; `vllm`, our own connector; `inplace`, the same, but nobody lends to the
-    pool, and others read vLLM's own KV cache; `both`, in place beside LMCache's server; or
-    `behind`, beside it, but hits come from LMCache. Rows begin with it."""
+    LMCacheConnectorV1; `vllm`, our own connector; or `inplace`, the same, but nobody lends to the
+    pool, and others read vLLM's own KV cache. Rows begin with it."""
 
     def __init__(
         self, scale: Scale, folder: Path, cache: Path, more: dict[str, str], way: str
     ) -> None:
-        self.rows, self.lmcache, self.in_place = way, way == "lmcache", way in ("inplace", "both")
-        self.scale, self._behind, self._ports = scale, way == "behind", free_ports(2)
-        self._beside = self._behind or way == "both"
-        if self.in_place or self._behind:
+        self.rows, self.lmcache, self.in_place = way, way == "lmcache", way == "inplace"
+        self.scale = scale
+        if self.in_place:
             self.scale = msgspec.structs.replace(scale, pool_bytes=0)
             # Hits of a block count, too.
             more = {"connector.share": "in_place", "connector.min_hit_tokens": "1", **more}
@@ -80,10 +76,6 @@ class Fleet:
             self._socket = Path(own, "vcache.sock")
             given = {**os.environ, **ENVIRONMENT}
             undo.enter_context(MetadataServer(self._socket, folder / "server.log", given))
-            if self._beside:
-                size = 24 * GIB if not scale.cpu else GIB // 16
-                command = lmcache_server(self._ports, scale.chunk, size, 2, "engine_driven")
-                undo.enter_context(Program("lmcache", command, folder / "lmcache.log", given))
             self.pool = undo.enter_context(Client(self._socket, PATIENT))
             self.pool.require()
             self._undo = undo.pop_all()
@@ -146,11 +138,7 @@ class Fleet:
         if self.lmcache:
             return {"kv_connector": "LMCacheConnectorV1", **BOTH}
         ours = our_connector(self._socket, scale.pool_bytes, scale.chunk, self.more)
-        if self._behind:
-            ours["kv_role"] = "kv_producer"
-        if self._beside:
-            return beside(ours, server_mode(self._ports[0], "engine_driven")) | BOTH
-        return ours
+        return ours | {"kv_role": spec.role}
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -226,60 +214,26 @@ class Fleet:
 
     # ---- the pool
 
-    def chunks(self, writer: str = "a") -> int:
-        """Whole committed chunks in the pool, with as many parts as `writer` stores; in place, the
-        blocks resident in instance `writer`.
-        """
-        stats = self.pool.stats()
-        if not self.in_place:
-            return stats.chunks // KINDS[INSTANCES[writer].kind].ranks
-        child = self.instance(writer).pid
-        whole = [each for each in stats.instances if not each.missing]
-        return sum(each.resident for each in whole if descends(each.pid, child))
-
     def compute(self, writer: str, prompt: list[int]) -> None:
-        """Have an instance compute a prompt, and wait until all of its chunks, or blocks, are
-        `stored`. Says so if some are not.
+        """Have an instance compute a prompt, and wait until others can find it. Says so if they
+        cannot.
         """
-        if self._behind:
-            self.instance(writer).ask("generate", ANSWER_SECONDS, tokens=prompt, count=1)
-            # Nobody tells when LMCache has stored it.
-            return time.sleep(0.5)
-        scale, had = self.of(INSTANCES[writer].kind), self.chunks(writer)
-        due = had + len(prompt) // (scale.block if self.in_place else scale.chunk)
+        due = self.pool.stats().chunks + len(prompt) // self.scale.chunk
         self.instance(writer).ask("generate", ANSWER_SECONDS, tokens=prompt, count=1)
-        if self.in_place and KINDS[INSTANCES[writer].kind].several:
-            # vLLM keeps few blocks of windows and states, and makes larger ones, perhaps longer
-            # than the prompt.
-            until(lambda: self.chunks(writer) > had, 1.0, 0.005)
-            time.sleep(0.5)
-            return
-        if not self.stored(due, writer=writer):
-            there = self.chunks(writer)
-            print(f"  {writer}: there are {there} chunks where {due} were due", flush=True)
-
-    def stored(self, chunks: int, seconds: float = 5.0, writer: str = "a") -> bool:
-        """Wait until there are so many `chunks`. Whether there are, after so many seconds.
-
-        ChildFailed if in place there are none at all, so that nothing is shared.
-        """
-        if until(lambda: self.chunks(writer) >= chunks, seconds, 0.005):
-            # States, and in place all tables but the first one's blocks, come last.
-            time.sleep(0.5 if KINDS[INSTANCES[writer].kind].several else 0.0)
-            return True
-        if self.in_place and not self.chunks(writer):
-            said = " | ".join(self.instance(writer).said()[-5:])
-            raise ChildFailed(f"{writer} shares nothing: {self.pool.stats().instances}; {said}")
-        return False
+        if self.lmcache:
+            found = until(lambda: self.pool.stats().chunks >= due, 5.0, 0.005)
+        else:
+            found = self.instance(writer).ask("told", ANSWER_SECONDS)
+        if not found:
+            print(f"  {writer}: not all of a prompt can be found", flush=True)
 
     def make_room(self, tokens: int) -> None:
         """Empty the pool if so many tokens would make it evict: later chunks would lie on the
         reader's own GPU.
-
-        In place, forget all resident chunks: used-again blocks take theirs along, so that new ones
-        could not be counted."""
-        scale, most = self.scale, 0.8 * self.scale.pool_bytes
-        if self.in_place or (self.chunks() * scale.chunk + tokens) * scale.token_bytes > most:
+        """
+        scale = self.scale
+        needed = (self.pool.stats().chunks * scale.chunk + tokens) * scale.token_bytes
+        if not self.in_place and needed > 0.8 * scale.pool_bytes:
             self.pool.clear()
 
     def copied(self) -> Row:
@@ -300,6 +254,7 @@ class Fleet:
             given["LMCACHE_CONFIG_FILE"] = str(file)
         if self.scale.cpu:
             return given | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(kind.ranks > 1))}
+        given |= {"VLLM_KV_CACHE_LAYOUT": kind.layout} if kind.layout else {}
         gpus = visible(spec.gpu)
         if not self.lmcache and kind.ranks == 1:
             gpus = gpus.split(",")[0]

@@ -1,21 +1,110 @@
-"""The vLLM instances a run may start: each a variant of what users would set, on one GPU, of one
-kind of model.
+"""The vLLM instances that a run may start: how large everything is, on GPUs and tiny on the CPU,
+and variants of what users would set, each on one GPU, of one kind of model.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
-from .scale import SHAPES, Scale
+from vcache_backend.config import ByteSize
+from vcache_backend.prove.model import TINY_LLAMA, write_model
+
+Sized = TypeVar("Sized")
+GIB = 1 << 30
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama_tiny": TINY_LLAMA,
+    **msgspec.json.decode(Path(__file__).with_name("models.json").read_bytes()),
+}
+"""A `config.json` for each model: few layers, real widths. What begins with `tiny_` changes another
+one for the CPU.
+"""
+
+
+class Scale(msgspec.Struct, frozen=True, kw_only=True):
+    """lengths: tokens by the name rows give them. equal: prompts by length, and partial hits
+    (see `prompts.hits`).
+
+    kv_bytes: vLLM's KV cache of each instance. pool_bytes: what each instance lends to the pool.
+    decode_prompt: tokens of requests that run beside."""
+
+    name: str
+    model: dict[str, Any]
+    chunk: int
+    block: int
+    lengths: dict[str, int]
+    equal: dict[int, int]
+    partial: int
+    few: list[int]
+    kv_bytes: int
+    pool_bytes: int
+    max_model_len: int
+    batched_tokens: int
+    decode_prompt: int
+    answer: int = 64
+    running: int = 16
+    cpu: bool = False
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of KV a token, in bfloat16."""
+        if "kv_lora_rank" in self.model:
+            row = 2 * (self.model["kv_lora_rank"] + self.model["qk_rope_head_dim"])
+        else:
+            row = 4 * self.model["head_dim"] * self.model["num_key_value_heads"]
+        return int(row * self.model["num_hidden_layers"])
+
+    def hit_bytes(self, tokens: int) -> int:
+        """Bytes of KV that a hit of so many tokens needs; of states none."""
+        kinds = self.model.get("layer_types", ["full_attention"])
+        kept = {"full_attention": tokens}
+        kept["sliding_attention"] = min(tokens, self.model.get("sliding_window") or tokens)
+        return self.token_bytes * sum(kept.get(kind, 0) for kind in kinds) // len(kinds)
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.model["vocab_size"])
+
+    @property
+    def units(self) -> tuple[int, int, int]:
+        """Of `Prompts`: the vocabulary, and tokens of a chunk and of a block."""
+        return self.vocabulary, self.chunk, self.block
+
+    def write_model(self, folder: Path, seed: int = 1) -> Path:
+        """A folder that vLLM takes for the model; see `prove.model`. Only the tiny Llama, and those
+        for the CPU like it, bring weights."""
+        brings = self.cpu and self.model["model_type"] == "llama"
+        return write_model(folder, self.model, brings, seed)
+
+
+def sized(given: dict[str, Any], kind: type[Sized], **more: Any) -> Sized:
+    """A struct from JSON, whose sizes in bytes have units."""
+    sizes = {key: int(ByteSize.parse(given[key])) for key in given if key.endswith("_bytes")}
+    return msgspec.convert({**given, **sizes, **more}, kind, str_keys=True)
+
+
+def _scale(name: str, given: dict[str, Any]) -> Scale:
+    given = _GIVEN.get(given.get("like", ""), {}) | given
+    model = SHAPES[given["model"]]
+    layers = given.get("layers", model["num_hidden_layers"])
+    return sized(given, Scale, name=name, model=model | {"num_hidden_layers": layers})
+
+
+_GIVEN = msgspec.json.decode(Path(__file__).with_name("scales.json").read_bytes())
+SCALES = {name: _scale(name, given) for name, given in _GIVEN.items()}
+"""`full`: of two GPUs. `beside`: for three runs beside each other on GPUs of 80 GiB, and for ranks
+that share a GPU. `tiny`: on the CPU."""
+TINY = SCALES["tiny"]
 
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
     """What differs from the plain instance. model: its config, or with `over` what to change of the
     plain one. tiny: what to change of it on the CPU. block: tokens a KV block, 0: the scale's.
     value_bytes: of a number in the KV cache. arguments: of vLLM's `LLM`. ranks: tensor parallel,
-    each on a GPU. tail: see `Prompts`. several: block tables. states: a chunk is one block."""
+    each on a GPU. tail: see `Prompts`. layout: of the KV cache on GPUs, if not vLLM's own choice.
+    several: block tables. states: a chunk is one block."""
 
     model: dict[str, Any] = {}
     tiny: dict[str, Any] = {}
@@ -25,6 +114,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     arguments: dict[str, Any] = {}
     ranks: int = 1
     tail: int = 8
+    layout: str = ""
     several: bool = False
     states: bool = False
 
@@ -75,18 +165,21 @@ KINDS = {
     "mamba2": _several("granite4"),
     # vLLM's default on Hopper wants FlashInfer.
     "gdn": _several("qwen3_next", arguments={"gdn_prefill_backend": "triton"}),
+    # As `NixlConnector` has it.
+    "hnd64": Kind(block=64, layout="HND"),
     # Where requests are many and short.
     "busy": Kind(arguments={"max_num_seqs": 128}),
 }
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """An instance. alone: without vcache. probed: its scheduler is (see `probe`)."""
+    """An instance. alone: without vcache. probed: its connector is (see `probe`)."""
 
     gpu: int
     alone: bool = False
     kind: str = ""
     probed: bool = False
+    role: str = "kv_both"
 
 
 def joined(*parts: str) -> str:
@@ -94,7 +187,12 @@ def joined(*parts: str) -> str:
     return "_".join(filter(None, parts))
 
 
-INSTANCES = {"timed": Spec(gpu=1, probed=True)}
+INSTANCES = {
+    "timed": Spec(gpu=1, probed=True),
+    # For requests that decode, with `alone` and `hnd64_alone` on one GPU.
+    "decodes": Spec(gpu=0, probed=True),
+    "consumer": Spec(gpu=0, probed=True, role="kv_consumer"),
+}
 for _name, _kind in KINDS.items():
     # The reference, who stores and who hits.
     INSTANCES[joined(_name, "alone")] = Spec(gpu=0, alone=True, kind=_name)

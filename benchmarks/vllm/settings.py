@@ -1,9 +1,11 @@
 """What instances are started with, as users would set it: vLLM's arguments, its connector's,
-LMCache's file.
+LMCache's file, environment variables, GPUs.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,20 @@ from typing import Any
 import msgspec
 
 from vcache_backend.children import module
+from vcache_backend.prove import instance as prove
 
 from ..processes import HOST, ROOT
-from .instances import KINDS, Spec
-from .scale import GIB, Scale
+from .instances import GIB, KINDS, Scale, Spec
 
 BOTH = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+ENVIRONMENT = {
+    **prove.ENVIRONMENT,
+    "PYTHONUNBUFFERED": "1",
+    "LMCACHE_TRACK_USAGE": "false",
+    "LMCACHE_DISABLE_BANNER": "1",
+    "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+}
+_STARTED = itertools.count()
 COMPILED_BY_RULE = {
     "inductor_compile_config": {"combo_kernels": True, "benchmark_combo_kernel": False}
 }
@@ -136,3 +146,32 @@ def lmcache(extra: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, An
         (ROOT / "configs/lmcache-vcache.yaml").read_bytes(), type=dict[str, Any]
     )
     return {**written, "extra_config": {**written["extra_config"], **extra}, **theirs}
+
+
+def environment(cpu: bool, cache: Path, **more: str) -> dict[str, str]:
+    """Of an instance or a server. cache: for vLLM's compiled code. more: of its own."""
+    given = {
+        **os.environ,
+        **ENVIRONMENT,
+        "VLLM_CACHE_ROOT": str(cache),
+        # The ports that vLLM's processes take among themselves are looked for from here on, apart
+        # from those of other instances of this process, and of other processes.
+        "VLLM_PORT": str(34_000 + 800 * (os.getpid() % 32) + 50 * (next(_STARTED) % 16)),
+        **(prove.CPU_ENVIRONMENT if cpu else {}),
+    }
+    return given | more
+
+
+def visible(gpu: int) -> str:
+    """CUDA_VISIBLE_DEVICES for an instance on a GPU of this run, the first being 0: that one, then
+    the other of its pair.
+
+    The run's are those in its own CUDA_VISIBLE_DEVICES, so that a host of four may do two runs at a
+    time. Past the last one they begin again, the other way round: ranks of an instance then read
+    from the other GPU. Of a single one all instances are on it, and what they read of each other
+    crosses no link.
+    """
+    own = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
+    if gpu >= len(own) > 1:
+        gpu = (gpu ^ 1) % len(own)
+    return ",".join((own[gpu], own[gpu ^ 1])) if len(own) > 1 else own[0]

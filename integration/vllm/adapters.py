@@ -97,10 +97,10 @@ def _watch(engine: Any) -> None:
             log.exception("vcache: the files of an adapter were not looked at")
 
     def looking(add: Callable[..., Any]) -> Callable[..., Any]:
-        def add_lora(self: Any, lora_request: Any) -> Any:
+        def add_lora(self: Any, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
             # Look before the call: the next look then notices files that change during the call.
             look(Adapters.content, lora_request)
-            added = add(self, lora_request)
+            added = add(self, lora_request, *args, **kwargs)
             look(Adapters.added, lora_request)
             return added
 

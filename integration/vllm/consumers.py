@@ -8,8 +8,9 @@ from contextlib import suppress
 from time import monotonic
 
 from vcache_backend.errors import VCacheError
+from vcache_backend.transfer.outbox import at_once
 
-from .instance import InstanceContext, at_once
+from .instance import InstanceContext
 from .requests import Tracked
 from .telemetry.stats import Meter
 

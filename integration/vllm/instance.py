@@ -180,7 +180,7 @@ class InstanceContext:
         )
         if config.connector.start_server:
             client.on_killed = partial(start.try_ensure, config)
-        self.outbox = Outbox(client)
+        self.outbox = Outbox()
         self.prefix = namespace.prefix
         if self.announcer is not None:
             client.on_beat.append(self._check_announced)
@@ -254,11 +254,6 @@ class InstanceContext:
         if self.announcer is not None and self.client is not None:
             with suppress(VCacheError):
                 self.announcer.check(self.client.contains)
-
-
-def at_once(seconds: float) -> bool:
-    """For `Outbox.after`: wait for nothing."""
-    return True
 
 
 class OffloadLookup:

@@ -97,6 +97,8 @@ class Answer(msgspec.Struct):
     """How many leading tokens can be loaded."""
     residents: list[ResidentRun] = []
     """The hit's blocks in other instances' KV caches, counted from chunk `first`."""
+    by_chunks: bool = True
+    """Some chunks of the hit are in the pool."""
     found: int = 0
     """With several block tables in place: of how many leading tokens other instances have the
     blocks of all tables that attend to all tokens. A hit may end before."""
@@ -107,8 +109,6 @@ class Answer(msgspec.Struct):
     """The chunks behind the hits that another instance is computing."""
     comes_to: int = 0
     """The chunk behind the last of `coming`."""
-    in_pool: bool = False
-    """A pool has one of the chunks, perhaps alone."""
     epoch: int = 0
     """Of the namespace."""
     counted: bool = False
@@ -288,6 +288,10 @@ class InPlaceState(msgspec.Struct):
     request's first step; `LATER`: not in that step."""
     filled: dict[int, int] = {}
     """By block table, the leading blocks that were published, or could have been."""
+    had: int = 0
+    """How many hashes' blocks lay before the last load, whose blocks all got generations when
+    `TrackedBlockPool.resets` and `evicted` were `loaded`."""
+    loaded: tuple[int, int] = -1, -1
 
 
 class PromiseState(msgspec.Struct):

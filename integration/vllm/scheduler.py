@@ -337,7 +337,7 @@ class VCacheScheduler:
             if (tracked := self._requests.get(name)) is not None:
                 if invalid and self.publications is not None and tracked.load is not None:
                     # vLLM computes these blocks, which are then published.
-                    self.publications.generations.void(invalid.intersection(tracked.load.blocks))
+                    self.publications.generations.void([*invalid.intersection(tracked.load.blocks)])
                 tracked.load = None
                 if self._open.pop(name, None) is not None:
                     # Its blocks have changed.

@@ -1,143 +1,36 @@
-"""Whether a vLLM that vcache was not tested with looks as vcache knows it: what we replace or call,
-what calls us, and what the hooks rest on. Takes a second, for the sources."""
+"""Whether a vLLM that vcache was not tested with looks as vcache knows it, wherever a difference
+would be silent. What raises is caught where it raises, and `vcache prove` meets it.
+
+Looks at what calls us, at what calls the functions that we replace, at how a small block pool
+behaves, and at the order of calls in vLLM's sources. Takes a second, for the sources."""
 
 from __future__ import annotations
 
-import importlib
+import ast
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
-import vllm
-
-from .blocks import KVBlocks
-from .sources import differences
-
-_BASE = "distributed.kv_transfer.kv_connector.v1.base"
-KNOWN = f"""
-{_BASE}:KVConnectorBase_V1
-  __init__(vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig)
-  requires_kv_delivery -> bool
-  bind_connector_metadata(connector_metadata: KVConnectorMetadata) -> None
-  bind_gpu_block_pool(gpu_block_pool: BlockPool) -> None
-  build_connector_meta(scheduler_output: SchedulerOutput) -> KVConnectorMetadata
-  build_connector_worker_meta() -> KVConnectorWorkerMetadata | None
-  build_kv_connector_stats(data: dict[str, Any] | None = None) -> KVConnectorStats | None
-  build_prom_metrics(vllm_config: VllmConfig, metric_types: dict[type[PromMetric],
-    type[PromMetricT]], labelnames: list[str], per_engine_labelvalues: dict[int, list[object]])
-    -> KVConnectorPromMetrics | None
-  get_block_ids_with_load_errors() -> set[int]
-  get_external_cache_hit_sources(request: Request, num_external_tokens: int)
-    -> dict[CacheHitSource, int]
-  get_handshake_metadata() -> KVConnectorHandshakeMetadata | None
-  get_kv_connector_stats() -> KVConnectorStats | None
-  get_mem_pool_context() -> AbstractContextManager | None
-  get_num_new_matched_tokens(request: Request, num_computed_tokens: int) -> tuple[int | None, bool]
-  get_transfer_results(finished_req_ids: set[str]) -> KVConnectorTransferResults
-  has_connector_metadata() -> bool
-  on_new_request(request: Request) -> None
-  register_kv_caches(kv_caches: dict[str, Tensor])
-  request_finished(request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]
-  reset_cache() -> bool | None
-  ?restore_kv_caches() -> None
-  save_kv_layer(layer_name: str, kv_layer: Tensor, attn_metadata: AttentionMetadata,
-    **kwargs: Any) -> None
-  set_xfer_handshake_metadata(metadata: dict[int, KVConnectorHandshakeMetadata]) -> None
-  set_xfer_handshake_metadata_pp_aware(metadata: dict[tuple[int, int],
-    KVConnectorHandshakeMetadata]) -> None
-  shutdown()
-  start_load_kv(forward_context: ForwardContext, **kwargs: Any) -> None
-  take_events() -> Iterable[KVCacheEvent]
-  ?unregister_kv_caches() -> None
-  update_connector_output(connector_output: KVConnectorOutput)
-  update_state_after_alloc(request: Request, blocks: KVCacheBlocks, num_external_tokens: int)
-  wait_for_layer_load(layer_name: str) -> None
-  wait_for_save()
-{_BASE}:SupportsHMA
-  request_finished_all_groups(request: Request, block_ids: tuple[list[int], ...])
-    -> tuple[bool, dict[str, Any] | None]
-{_BASE}:KVConnectorWorkerMetadata
-  aggregate(other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata
-{_BASE}:KVConnectorTransferResults
-  finished_recving: set[str]
-  failed_recving: set[str]
-distributed.kv_transfer.kv_connector.v1.metrics:KVConnectorStats
-  aggregate(other: KVConnectorStats) -> KVConnectorStats
-  is_empty() -> bool
-  reduce() -> dict[str, int | float]
-  reset()
-distributed.kv_transfer.kv_connector.v1.metrics:KVConnectorPromMetrics
-  observe(transfer_stats_data: dict[str, Any], engine_idx: int = 0)
-distributed.kv_transfer:
-  get_kv_transfer_group() -> KVConnectorBase_V1
-  has_kv_transfer_group() -> bool
-v1.core.block_pool:BlockPool
-  get_new_blocks(num_blocks: int) -> list[KVCacheBlock]
-  cache_full_blocks(request: Request, blocks: list[KVCacheBlock], num_cached_blocks: int,
-    num_full_blocks: int, block_size: int, kv_cache_group_id: int,
-    block_mask: list[bool] | None = None) -> None
-  cache_partial_block(request: Request, block: KVCacheBlock, num_tokens: int,
-    kv_cache_group_id: int, block_size: int, replace_existing_hashes: bool = False)
-    -> BlockHashWithGroupId | None
-  evict_blocks(block_ids: set[int]) -> None
-  reset_prefix_cache() -> bool
-  get_num_free_blocks() -> int
-  get_cached_block(block_hash: BlockHash, kv_cache_group_ids: list[int])
-    -> list[KVCacheBlock] | None
-v1.core.kv_cache_manager:KVCacheBlocks
-  get_block_ids(allow_none: bool = False, *, group_ids: Sequence[int] | None = None)
-    -> tuple[list[int], ...] | None
-v1.engine.core:EngineCore
-  set_weight_version(weight_version: str) -> None
-  collective_rpc(method: str | Callable[..., _R], timeout: float | None = None, args: tuple = (),
-    kwargs: dict[str, Any] | None = None) -> list[_R]
-  add_lora(lora_request: LoRARequest) -> bool
-v1.core.kv_cache_utils:
-  resolve_none_hash_seed(hash_fn: Callable[[Any], bytes]) -> str
-  resolve_kv_cache_block_sizes(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig)
-    -> tuple[int, int]
-  generate_scheduler_kv_cache_config(kv_cache_configs: list[KVCacheConfig]) -> KVCacheConfig
-  generate_block_hash_extra_keys(request: Request, start_token_idx: int, end_token_idx: int,
-    start_mm_idx: int) -> tuple[tuple[Any, ...] | None, int]
-  maybe_convert_block_hash(hash_bytes: BlockHash) -> bytes | int
-  _gen_lora_extra_hash_keys(request: Request) -> list[tuple[str, str, str]]
-utils.hashing:
-  get_hash_fn_by_name(hash_fn_name: str) -> Callable[[Any], bytes]
-v1.core.sched.output:SchedulerOutput
-  scheduled_new_reqs: list[NewRequestData]
-  scheduled_cached_reqs: CachedRequestData
-  num_scheduled_tokens: dict[str, int]
-  total_num_scheduled_tokens: int
-  preempted_req_ids: set[str] | None
-  kv_cache_block_copies: list[object] | None
-  kv_connector_block_state: KVConnectorBlockState | None
-v1.core.sched.output:NewRequestData
-  req_id: str
-  block_ids: tuple[list[int], ...]
-  num_computed_tokens: int
-v1.core.sched.output:CachedRequestData
-  req_ids: list[str]
-  resumed_req_ids: set[str]
-  new_block_ids: list[tuple[list[int], ...] | None]
-  num_computed_tokens: list[int]
-v1.outputs:KVConnectorOutput
-  finished_recving: set[str] | None
-  kv_connector_worker_meta: object | None
-  invalid_block_ids: set[int]
-v1.kv_cache_interface:KVCacheConfig
-  num_blocks: int
-  kv_cache_groups: list[KVCacheGroupSpec]
-v1.kv_cache_interface:KVCacheGroupSpec
-  layer_names: list[str]
-  kv_cache_spec: KVCacheSpec
-  enable_kv_transfer: bool
-  host_resident: bool
-"""
-"""Functions and attributes, by module and class of vLLM, without `self`. `?`: it may be absent."""
+OWN = {"in_place", "stop", "weights_are", "weights_change"}
+"""Public attributes of our connector that are not vLLM's."""
+MAY_LACK = {"restore_kv_caches", "unregister_kv_caches"}
+"""Methods that vLLM's connectors have from 0.33 on: without them `sharing` refuses sleep mode."""
+REPLACED = {
+    "get_new_blocks": "num_blocks",
+    "cache_full_blocks": (
+        "request blocks num_cached_blocks num_full_blocks block_size kv_cache_group_id block_mask"
+    ),
+    "cache_partial_block": (
+        "request block num_tokens kv_cache_group_id block_size replace_existing_hashes"
+    ),
+    "evict_blocks": "block_ids",
+    "reset_prefix_cache": "",
+}
+"""Parameters of the functions of vLLM's block pool that `KVBlocks` replaces."""
 REQUEST = (
     "all_token_ids lora_request kv_transfer_params sampling_params trace_headers resumable "
     "skip_reading_prefix_cache shared_prefix_boundary session_id"
@@ -157,13 +50,71 @@ NAMED_BY = {
 }
 """By function or attribute of vLLM's block pool, those of `vllm.v1.core` that may name it: blocks
 are handed out, and get and lose their hashes, where `KVBlocks` sees it, and nowhere else."""
+_REPORTED = "get_transfer_results( get_block_ids_with_load_errors( build_connector_worker_meta("
+ORDERS = {
+    "v1/worker/gpu_worker.py": {
+        "initialize_from_config": (
+            "ensure_kv_transfer_initialized( get_mem_pool_context( initialize_kv_cache("
+        ),
+    },
+    # The KV cache is made in the context that the connector gave, in both model runners.
+    "v1/worker/utils.py": {"allocate_kv_cache": "torch.zeros( dtype=torch.int8 device="},
+    "v1/worker/gpu/attn_utils.py": {"init_kv_cache": "allocation_context: allocate_kv_cache("},
+    "v1/worker/gpu_model_runner.py": {
+        "initialize_kv_cache_tensors": "allocation_context: allocate_kv_cache(",
+        "initialize_kv_cache": "register_kv_caches(",
+        # Nothing is published before the step that writes it is launched.
+        "execute_model": "maybe_get_kv_connector_output( _model_forward(",
+    },
+    "v1/worker/gpu/model_runner.py": {
+        "execute_model": "pre_forward( model(",
+        "sample_tokens": "post_forward(",
+    },
+    "v1/worker/gpu/kv_connector.py": {
+        "__init__": "register_kv_caches(",
+        "post_forward": _REPORTED,
+    },
+    "v1/worker/kv_connector_model_runner_mixin.py": {
+        "_get_kv_connector_output": f"bind_connector_metadata( wait_for_save( {_REPORTED}",
+    },
+    # A block is void before a step is described in which somebody writes to it.
+    "v1/core/sched/scheduler.py": {
+        "schedule": "get_num_new_matched_tokens( _build_kv_connector_meta(",
+        "update_from_output": (
+            "_handle_failed_recving( _handle_invalid_blocks( _update_from_kv_xfer_finished("
+        ),
+        "reset_prefix_cache": "reset_prefix_cache( reset_connector_cache(",
+        "_free_request": "_connector_finished( _free_blocks(",
+    },
+    # After a load that failed.
+    "v1/core/kv_cache_manager.py": {"evict_blocks": "block_pool.evict_blocks("},
+}
+"""By file and function of vLLM: what it says, in the order in which each comes first."""
+ASLEEP = {
+    "v1/worker/gpu_worker.py": {
+        "sleep": "synchronize( unregister_kv_caches( suspend(",
+        "wake_up": "resume( restore_kv_caches(",
+        "discard": "unregister_kv_caches( discard(",
+        # Otherwise sleep loses what is allocated while the KV cache is registered.
+        "initialize_from_config": "tag='runtime' initialize_kv_cache(",
+    },
+    "device_allocator/sleep_mode_backend.py": {"suspend": "'runtime'"},
+}
+"""The same, of a vLLM that tells connectors of sleep."""
+_BASE = "distributed/kv_transfer/kv_connector/v1/base.py"
+FILES = {_BASE, *ORDERS, *ASLEEP}
+"""All whose sources are read."""
 
 
 def fault(connector: type[Any]) -> str:
     """In one line, where the installed vLLM has another shape than vcache knows; empty: nowhere.
     connector: our class. Never raises."""
+    import vllm
+    from vllm.v1.core.block_pool import BlockPool
+
     try:
-        for faults in (_unknown(), _abstract(connector), _elsewhere(), _unlike(), _sources()):
+        sources = differences(Path(str(vllm.__file__)).parent)
+        for faults in (_called(connector), _replaced(BlockPool), _elsewhere(), _unlike(), sources):
             for one in faults:
                 return one
     except Exception as error:  # noqa: BLE001 - a vLLM that cannot be looked at is not known
@@ -171,54 +122,55 @@ def fault(connector: type[Any]) -> str:
     return ""
 
 
-def _unknown() -> Iterator[str]:
-    """What of `KNOWN` is another one."""
-    owner: Any = None
-    for line in re.sub(r"\n    +", " ", KNOWN).strip().splitlines():
-        if not line.startswith(" "):
-            module, _, kind = line.partition(":")
-            owner = importlib.import_module(f"vllm.{module}")
-            owner = getattr(owner, kind) if kind else owner
-            continue
-        may, name, shape = re.findall(r" +(\??)(\w+):? ?(.*)", line)[0]
-        seen = _shape(owner, name)
-        if seen is None:
-            yield from () if may else (f"{owner.__name__} has no {name}",)
-        elif _plain(seen) != _plain(shape):
-            yield f"{owner.__name__}.{name} is {seen or 'another one'}, not {shape}"
-
-
-def _shape(owner: Any, name: str) -> str | None:
-    """A function's signature without `self`, or the type of an attribute. None: it is not there."""
-    found = inspect.getattr_static(owner, name, None)
-    if isinstance(found, property) and found.fget is not None:
-        return _text(inspect.signature(found.fget)).partition(")")[2]
-    found = getattr(found, "__func__", found)
-    if isinstance(found, FunctionType):
-        return _text(inspect.signature(found))
-    for kind in getattr(owner, "__mro__", ()):
-        if name in (annotations := vars(kind).get("__annotations__", {})):
-            return _text(annotations[name])
-    return None
-
-
-def _text(shape: Any) -> str:
-    text = inspect.formatannotation(shape) if isinstance(shape, type) else str(shape)
-    return re.sub(r"^\((self|cls)(: \w+)?(, )?", "(", re.sub(r"[\w.]+\.(\w+)|['\"~]", r"\1", text))
-
-
-def _plain(shape: str) -> str:
-    """Equal for equal shapes, however they are written."""
-    return re.sub(r"Optional\[(\w+)\]", r"\1|None", shape).replace(" ", "")
-
-
-def _abstract(connector: type[Any]) -> Iterator[str]:
-    """What vLLM's base classes want of a connector beside what ours has."""
+def _called(connector: type[Any]) -> Iterator[str]:
+    """What vLLM calls otherwise than our connector takes it, or not at all."""
     for name in sorted(getattr(connector, "__abstractmethods__", ())):
         yield f"connectors need a {name}, which vcache does not have"
+    theirs = [one for one in connector.__mro__ if one.__module__.startswith("vllm.")]
+    for name, ours in vars(connector).items():
+        if name in OWN or (name.startswith("_") and name != "__init__"):
+            continue
+        found = next((vars(one)[name] for one in theirs if name in vars(one)), None)
+        if found is None:
+            yield from () if name in MAY_LACK else (f"connectors have no {name}",)
+        elif isinstance(found, property) or isinstance(ours, property):
+            if type(found) is not type(ours):
+                yield f"{name} of connectors is {found}"
+        elif not _takes(_signature(ours), _signature(found)):
+            yield f"{name} of connectors is {_signature(found)}"
 
 
-# ---- what the hooks rest on
+def _signature(function: Any) -> inspect.Signature:
+    return inspect.signature(getattr(function, "__func__", function))
+
+
+def _takes(ours: inspect.Signature, theirs: inspect.Signature) -> bool:
+    """Whether the parameters are the same, and all types of which ours says something."""
+    given = ours.parameters
+    same = [*given] == [*theirs.parameters] or any(
+        one.kind is one.VAR_POSITIONAL for one in given.values()
+    )
+    pairs = [(one.annotation, theirs.parameters.get(name)) for name, one in given.items()]
+    types = [(ours, their.annotation) for ours, their in pairs if their is not None]
+    types.append((ours.return_annotation, theirs.return_annotation))
+    return same and all(_agree(*map(_text, pair)) for pair in types)
+
+
+def _agree(ours: str, theirs: str) -> bool:
+    return "Any" in ours or ours in ("None", "object") or ours in theirs
+
+
+def _text(annotation: Any) -> str:
+    """A type, however it is written."""
+    return re.sub(r"[\w.]+\.(\w+)|['\"~ ]", r"\1", inspect.formatannotation(annotation))
+
+
+def _replaced(pool: type[Any]) -> Iterator[str]:
+    for name, wanted in REPLACED.items():
+        found = getattr(pool, name, None)
+        seen = [*inspect.signature(found).parameters] if found is not None else None
+        if seen != ["self", *wanted.split()]:
+            yield f"{pool.__name__}.{name} takes {seen}, not {wanted}"
 
 
 def _elsewhere() -> Iterator[str]:
@@ -247,6 +199,8 @@ def _unlike() -> Iterator[str]:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.request import Request
+
+    from .blocks import KVBlocks
 
     heard, failures = list[Any](), list[str]()
     blocks = KVBlocks(BlockPool(8, True, 4), lambda reason, _: failures.append(reason))
@@ -279,5 +233,26 @@ def _unlike() -> Iterator[str]:
         yield f"BlockPool behaves in another way: {seen}, {heard}"
 
 
-def _sources() -> Iterable[str]:
-    return differences(Path(str(vllm.__file__)).parent)
+def differences(package: Path) -> Iterator[str]:
+    """Where vLLM's sources in the folder `package` do not say what `ORDERS` has. Imports
+    nothing of them."""
+    found = {path: _functions(package / path) for path in FILES}
+    tells_of_sleep = "unregister_kv_caches" in found[_BASE]
+    for orders in (ORDERS, ASLEEP) if tells_of_sleep else (ORDERS,):
+        for path, functions in orders.items():
+            for name, order in functions.items():
+                text = found[path].get(name, "")
+                seen = [re.search(rf"(?<!\w){re.escape(part)}", text) for part in order.split()]
+                places = [one.start() if one is not None else -1 for one in seen]
+                if -1 in places or places != sorted(places):
+                    yield f"{path}: {name} does not say {order}, in this order"
+
+
+def _functions(path: Path) -> dict[str, str]:
+    """What each function does, as text; of several of one name the last."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return {
+        node.name: "\n".join(map(ast.unparse, node.body))
+        for node in nodes
+        if isinstance(node, ast.FunctionDef)
+    }

@@ -20,7 +20,7 @@ from .instance import InstanceContext
 from .lookups import Lookups
 from .metadata import LoadSpec, MoreBlocks, PublicationSpec, StepMetadata, StoreSpec
 from .model.groups import Span
-from .requests import Tracked
+from .requests import Answer, Tracked
 from .telemetry.events import block_stored
 
 
@@ -53,14 +53,13 @@ class StorePlanner:
         size, end, answer = self._size, tracked.supplied, tracked.lookup.answer
         below, groups = self._context.offload, self._groups
         first, stop = tracked.local // size, -(-end // size)
-        opens = tracked.wait.present is not None
-        whole = self._context.by_ends or opens
-        keys = [] if whole else self._lookups.keys(tracked, first, stop)
+        by_chunks = self._by_chunks(answer)
+        keys = self._lookups.keys(tracked, first, stop) if by_chunks else []
         if groups.states and keys:
             keys += state_keys(keys[-1:], groups.parts)
         # Allow the offload tier even if the pool had all chunks: the pool may lose some before the
         # load reads them.
-        offload = not (groups.states or opens) and below is not None and below.usable
+        offload = not groups.states and below is not None and below.usable
         promote = offload and self._context.stores and tracked.params.store
         load = LoadSpec(
             request_id=tracked.request.request_id,
@@ -69,8 +68,8 @@ class StorePlanner:
             promote=promote and self._publications is None,
             prefix=self._lookups.keys(tracked, 0, first) if offload else [],
             number=next(self._load_numbers),
-            open=opens,
-            **self._blocks(tracked, block_tables),
+            open=tracked.wait.present is not None,
+            **self._blocks(tracked, block_tables, by_chunks),
         )
         # Chunks loaded from the pool are stored already. Only whole chunks of the offload tier are
         # promoted.
@@ -90,19 +89,27 @@ class StorePlanner:
         runs = list[ResidentRun]()
         if found and answer is not None:
             block = context.groups.block
-            first = tracked.local // self._size * self._size // block
-            span = Span(0, first, 0, len(load.blocks))
+            span = Span(0, tracked.local // block, 0, len(load.blocks))
             runs = answer.runs_of(span, answer.first * self._size // block)
         return MoreBlocks(load.number, runs, tracked.wait.present is None)
 
-    def _blocks(self, tracked: Tracked, block_tables: Sequence[list[int]]) -> dict[str, Any]:
+    def _by_chunks(self, answer: Answer | None) -> bool:
+        """Whether a load may take chunks out of the pool or the offload tier. Otherwise other KV
+        caches have all of its blocks."""
+        if self._context.by_ends:
+            return False
+        return answer is None or answer.by_chunks or self._context.offload is not None
+
+    def _blocks(
+        self, tracked: Tracked, block_tables: Sequence[list[int]], by_chunks: bool
+    ) -> dict[str, Any]:
         """The load of the tokens [tracked.local, tracked.supplied): `blocks`, and in place what
         belongs to them."""
         context, groups, answer = self._context, self._groups, tracked.lookup.answer
         local, end = tracked.local, tracked.supplied
         if self._publications is None:
             return {"blocks": groups.wanted(block_tables, local, end)}
-        begin = local if context.by_ends else local // self._size * self._size
+        begin = local // self._size * self._size if by_chunks else local
         blocks, spans = groups.spans(block_tables, begin, local, end)
         runs = list[ResidentRun]()
         if answer is not None:
@@ -131,6 +138,8 @@ class StorePlanner:
                 first = span.first + had
                 hashes = self._lookups.hashes(tracked, first, first + len(row), scale)
                 runs.append(own.filled(span.table, first, hashes, array(NUMBERS, row)))
+        if sum(run.count for run in runs) == len(blocks) - blocks.count(-1):
+            own.on_load(tracked, tracked.local // self._context.hash_block)
         return PublicationSpec(runs, own.epoch, later=True) if runs else None
 
     # ---- steps

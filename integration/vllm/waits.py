@@ -140,7 +140,7 @@ def _opened(rules: Rules, asked: Asked, wait: Wait, answer: Answer) -> LookupDec
     """Load what has come of a begun promise, at least half, and wait for the rest. None: not yet,
     or nothing more than before."""
     coming = answer.coming
-    if not rules.opens or answer.in_pool or coming is None or not coming.begun:
+    if not rules.opens or answer.by_chunks or coming is None or not coming.begun:
         return None
     announced, size = asked.wait_seconds is not None, rules.chunk_size
     whole = asked.most if announced else min(wait.target * size, asked.most)
@@ -221,7 +221,7 @@ class Waits:
         connector, states = context.config.connector, bool(context.groups.states) or context.by_ends
         least, factor = connector.min_hit_tokens, connector.wait_factor
         opens = context.publications is not None and not context.by_ends and bool(factor)
-        opens &= connector.kv_load_failure_policy == "recompute"
+        opens &= context.offload is None and connector.kv_load_failure_policy == "recompute"
         self._rules = Rules(context.chunk_size, least, factor, opens, states)
         self._context, self._meter = context, meter
         self._leaders: dict[bytes, Tracked] = {}

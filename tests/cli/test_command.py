@@ -25,14 +25,14 @@ EXTRAS = ("torch", "numpy", "triton", "cuda", "xxhash")
 BASE = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS})); "
 BASE += "from vcache_backend.cli import app, main"
 """Python as it is where only the base was installed: what the extras bring cannot be imported."""
-COMMANDS = [[], ["serve"], ["status"], ["clear"], ["segment"], ["config"], ["doctor"], ["demo"]]
+COMMANDS = [[], ["serve"], ["status"], ["clear"], ["segment"], ["config"], ["doctor"]]
 COMMANDS += [
     ["mooncake"],
     ["vllm"],
     ["top"],
-    *(["segment", name] for name in ("add", "list", "drop")),
+    *(["segment", name] for name in ("add", "drop")),
 ]
-COMMANDS += [["config", name] for name in ("check", "init", "show")]
+COMMANDS += [["config", name] for name in ("init", "show")]
 
 
 def vcache(*arguments: str, expect: int = 0) -> Any:
@@ -53,7 +53,7 @@ def test_every_command_explains_itself() -> None:
 
 
 WRONG = {"nonsense": "No such command", "segment add --device host --bytes 0": "more than 0 bytes"}
-WRONG |= {"config check": "Missing argument", "mooncake --host=": "Expected an address"}
+WRONG |= {"segment drop": "Missing argument", "mooncake --host=": "Expected an address"}
 WRONG |= {"segment add --device host --bytes 80": "write the unit, such as 80GiB or 80B"}
 
 
@@ -92,7 +92,7 @@ def test_without_a_server_there_is_one_line_and_exit_code_1(tmp_path: Path) -> N
     assert str(path) in result.stderr
 
 
-def test_config_init_writes_a_whole_file_over_none_and_check_tells_mistakes(tmp_path: Path) -> None:
+def test_config_init_writes_a_whole_file_over_none_and_show_tells_mistakes(tmp_path: Path) -> None:
     path, ours = tmp_path / "mine.yaml", "configs/vcache.yaml"
     vcache("config", "init", str(path))
     whole = (ROOT / ours).read_text()
@@ -100,9 +100,9 @@ def test_config_init_writes_a_whole_file_over_none_and_check_tells_mistakes(tmp_
     assert whole.count(ours) == 2
     assert "File exists" in vcache("config", "init", str(path), expect=1).stderr
     assert vcache("config", "init", "-").stdout == whole
-    assert vcache("config", "check", str(path)).stdout == f"{path}: ok\n"
+    assert vcache("config", "show", "-c", str(path)).stdout.startswith("server:\n")
     path.write_text("pool: {segment_byts: 2 GiB}")
-    said = vcache("config", "check", str(path), expect=1).stderr
+    said = vcache("config", "show", "-c", str(path), expect=1).stderr
     wrong = "line 1: Object contains unknown field `segment_byts` - at `$.pool`"
     assert said == f"vcache: {path}: {wrong}; did you mean `segment_bytes`?\n"
 
@@ -158,7 +158,7 @@ def test_a_segment_is_lent_listed_shown_and_taken_back(server: Path) -> None:
         return vcache(*words, *more, *at, expect=expect)
 
     def listing() -> list[dict[str, Any]]:
-        return json.loads(vcache("segment", "list", "--json", *at).stdout)
+        return json.loads(vcache("status", "--json", *at).stdout)["segments"]
 
     assert listing() == []
     assert "of host memory are free" in add("host", "8TiB", expect=1).stderr
@@ -169,9 +169,6 @@ def test_a_segment_is_lent_listed_shown_and_taken_back(server: Path) -> None:
     listed = listing()
     rows = sorted((info["device"], info["nbytes"], info["state"]) for info in listed)
     assert rows == [("host:a", 64 << 20, "live"), ("host:b", 1 << 20, "live")]
-    assert added in vcache("segment", "list", *at).stdout
-    shown = json.loads(vcache("status", "--json", *at).stdout)
-    assert {info["id"] for info in shown["segments"]} == {info["id"] for info in listed}
     assert added in vcache("status", *at).stdout
 
     assert "gone" in vcache("segment", "drop", added, *at).stdout
@@ -189,9 +186,9 @@ def test_a_name_that_is_no_text_is_one_line_of_what_can_be_shown(server: Path, n
 
 def test_the_base_install_does_all_but_move_kv_and_names_the_extra_for_that(server: Path) -> None:
     """The server of these tests is one, too."""
-    plain = [["--version"], ["status"], ["segment", "list"], ["clear"]]
+    plain = [["--version"], ["status"], ["clear"]]
     plain += [["config", "show"], ["doctor", "--json"]]
-    moving = [["segment", "add", "--device", "host", "--bytes", "1MiB"], ["demo"]]
+    moving = [["segment", "add", "--device", "host", "--bytes", "1MiB"]]
     program = f"""
 {BASE}; import json; from typer.testing import CliRunner
 results = (CliRunner().invoke(app, one) for one in {plain + moving})
@@ -199,8 +196,8 @@ print(json.dumps([[one.exit_code, one.stdout, one.stderr] for one in results]))
 """
     environment = {**os.environ, "VCACHE_SOCKET": str(server)}
     results = json.loads(ran(sys.executable, "-c", program, env=environment).stdout)
-    assert [code for code, *_ in results[:5]] == [0] * 5, results
-    assert {"torch", "server"} <= {finding["check"] for finding in json.loads(results[5][1])}
+    assert [code for code, *_ in results[:4]] == [0] * 4, results
+    assert {"torch", "server"} <= {finding["check"] for finding in json.loads(results[4][1])}
     for code, said, complaint in results[len(plain) :]:
         assert (code, said, complaint.count("\n")) == (1, "", 1)
         assert "pip install '/path/to/vcache[engine]'" in complaint

@@ -156,7 +156,7 @@ def test_a_real_gpu_machine_is_described_without_a_failed_check(config: Config) 
     assert not any("check itself failed" in finding.detail for finding in findings.values())
 
 
-# ---- the server. What else a client says of a socket: tests/protocol and test_server_socket
+# ---- the server. What else a client says of a socket: tests/protocol and test_endpoint
 
 
 def test_a_server_that_answers_is_fine_and_who_cannot_share_is_named(config: Config) -> None:

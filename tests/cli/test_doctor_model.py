@@ -16,9 +16,8 @@ import pytest
 from test_doctor_machine import config, only
 from vllm_cases import beside_vllm, doctor_report, needs_vllm
 
-from vcache_backend.config import Config, from_dict
+from vcache_backend.config import Config
 from vcache_backend.doctor import Finding, diagnose
-from vcache_backend.doctor import model as doctor_model
 
 __all__ = ["config"]
 
@@ -80,31 +79,6 @@ def test_blocks_are_as_large_as_a_state_like_in_an_instance(tmp_path: Path) -> N
     # A state takes more bytes than vLLM's 128 tokens of KV on a CPU.
     assert {layers.block for layers in model.layers} == {model.hits} == {640}
     assert (model.in_place, model.chunk_size % model.hits, model.refused) == (True, 0, "")
-
-
-@needs_vllm
-def test_a_pool_that_does_not_fit_beside_vllms_defaults_is_a_warning_with_the_flag_to_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On the GPUs here, or on one that is named."""
-    pooled = from_dict({"connector": {"share": "pool"}})
-    report = doctor_report(written(tmp_path, GEMMA), pooled)
-    monkeypatch.setattr(doctor_model, "ask", lambda name, config: report)
-    monkeypatch.setattr(doctor_model.devices, "gpus", list)
-
-    def room(config: Config) -> Finding:
-        found = doctor_model.check_model("gemma", config)
-        return only(each for each in found if each.check == "room")
-
-    beside = f"gpu_memory_utilization {report.utilization:g} (vLLM's default)"
-    flag, found = "set --gpu-memory-utilization 0.85 for all 8 GiB", room(Config())
-    assert (report.utilization, found.status, found.advice) == (0.92, "warn", flag)
-    assert f"one of 80 GiB, {beside}: 2.399 GiB of 8 GiB fit, which hold " in found.detail
-    found = room(from_dict({"pool": {"segment_bytes": "8 GiB"}}))
-    assert (found.status, found.advice[: len(flag)]) == ("warn", flag)
-    assert ", or pool.segment_bytes: " in found.advice
-    assert found.detail.endswith("8 GiB do not fit: nothing is lent, so nothing is shared")
-    assert room(from_dict({"pool": {"segment_bytes": "2 GiB"}})).status == "ok"
 
 
 def asked(_: object, model: str) -> bytes:

@@ -39,10 +39,10 @@ def address_of(shown: Child) -> str:
 
 MONITOR = """
 import os, sys
-from vcache_backend.monitor import __main__, metrics, web
+from vcache_backend.monitor import metrics, web
 metrics.SILENT_SECONDS, web.EVERY_SECONDS, web.ANSWER_SECONDS = 1.0, 0.1, 0.5
 os.dup2(os.pipe()[0], 0)
-raise SystemExit(__main__.main(*sys.argv[1:]))
+raise SystemExit(web.main(*sys.argv[1:]))
 """
 
 

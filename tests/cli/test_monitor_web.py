@@ -98,7 +98,7 @@ def test_a_monitor_that_ends_is_started_again_ever_less_often(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One whose port is taken ends by itself."""
-    monkeypatch.setattr(main, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(main.MonitorProcess, "FIRST", 0.01)
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         address = "{}:{}".format(*taken.getsockname())
         with closing(main.MonitorProcess(ServerConfig(metrics=address))) as monitor:
@@ -139,4 +139,4 @@ def test_slow_connections_end(
         finally:
             served.shutdown()
             serving.join()
-    assert not [one for one in caplog.records if one.name == web.__name__]
+    assert not [one for one in caplog.records if one.name == web.log.name]

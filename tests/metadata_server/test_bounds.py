@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
-import select
 import signal
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any
 
-import msgspec
 import pytest
 from instance_cases import (
     FULL,
@@ -31,18 +27,20 @@ from model import FakeClock, chunk_key
 from processes import Raw, Stage, info
 from server_cases import A_TURN, add_region, asked, work_of
 
-from vcache_backend.errors import MAX_LINE_CHARS, Refused
-from vcache_backend.metadata_server import publications, residents
+from vcache_backend.errors import Refused
+from vcache_backend.log_format import LineLimit
+from vcache_backend.metadata_server import publications
 from vcache_backend.metadata_server.directory import Backlog
-from vcache_backend.metadata_server.main import LINES, SECONDS, LineLimit
-from vcache_backend.metadata_server.processes import Peer, ProcessId, is_pidfd
+from vcache_backend.metadata_server.processes import Peer, ProcessId
 from vcache_backend.metadata_server.publications import ForeignTable
 from vcache_backend.metadata_server.requests import Service
+from vcache_backend.metadata_server.residents import ResidentDirectory
+from vcache_backend.metadata_server.slots import SLAB_SLOTS, SLABS
 from vcache_backend.protocol import messages as m
-from vcache_backend.protocol.slot_layout import SLAB_SLOTS, SLABS
 from vcache_backend.vram_pool.generations import Generations
 
 MIB = 1 << 20
+LINES, SECONDS = LineLimit.LINES, LineLimit.SECONDS
 A, B = instance_id(1), instance_id(2)
 
 
@@ -102,7 +100,7 @@ def test_publications_are_bounded(
 ) -> None:
     """Also of blocks that have changed since, and of names that were published before."""
     most, blocks = 3 * publications.BLOCK_BYTES * 2048, 2048
-    monkeypatch.setattr(residents, "MAX_BYTES", most)
+    monkeypatch.setattr(ResidentDirectory, "MAX_BYTES", most)
     monkeypatch.setattr(m, "MAX_PUBLISHED", 256)
     service, undo = Service(1, now=FakeClock()), ExitStack()
     with grows_by_less_than(most), undo:
@@ -127,10 +125,10 @@ def test_publications_are_bounded(
                     run = m.BlockRun(first % tables, 0, *packs, counted)
                     for rank in range(ranks):
                         service.residents.publish(m.Publish(one, rank, [run]))
-            assert service.residents.blocks(one) == blocks
+            assert service.residents.of[one].live == blocks
         for number in range(3):
             service.residents.close(instance_id(number))
-    assert not service.residents._of
+    assert not service.residents.of
 
 
 def test_a_look_up_that_finds_all_of_a_name_changed_takes_no_long_turn() -> None:
@@ -138,7 +136,7 @@ def test_a_look_up_that_finds_all_of_a_name_changed_takes_no_long_turn() -> None
     with closing(Generations(A, 4096)) as table:
         request = m.Join(A, NAMESPACE, 4096, 1, 1, FULL)
         service.residents.open(request, partial(ForeignTable, table.fd, A, 4096))
-        service.residents.show(A, True)
+        service.residents.of[A].whole = True
         for number in range(4096):
             run = m.BlockRun(0, 0, prompt(1, 0, 1), numbers(number), counts(2))
             assert service.residents.publish(m.Publish(A, 0, [run])) == 1
@@ -165,7 +163,7 @@ def test_no_look_up_takes_a_long_turn(size: int, tables: list[m.BlockTable]) -> 
     for number in range(8):
         one = instance_id(number)
         join(service, one, blocks=3 * m.MAX_HASHES, tables=tables)
-        service.residents.show(one, True)
+        service.residents.of[one].whole = True
         if tables is FULL:  # each has every eighth block
             for at in range(number, m.MAX_HASHES, 8):
                 publish(service, one, 1, 1, at)
@@ -297,10 +295,10 @@ def test_a_publication_tells_few_however_many_hold_its_chunks() -> None:
     everyone = [instance_id(number) for number in range(60)]
     for one in everyone:
         join(service, one)
-        service.residents.show(one, True)
+        service.residents.of[one].whole = True
         work = work_of(lambda one=one: service.residents.publish(m.Publish(one, 0, [run])))
         assert work <= 2 * A_TURN
-        assert service.residents.blocks(one) == size
+        assert service.residents.of[one].live == size
         told = {other: service.residents.copies(other) for other in everyone}
         while any(service.residents.copies(other) for other in everyone):
             pass
@@ -308,33 +306,7 @@ def test_a_publication_tells_few_however_many_hold_its_chunks() -> None:
         assert (bool(told[one]), holders <= 5) == (one != everyone[0], True)
 
 
-def test_of_a_file_that_is_no_pidfd_nothing_is_read() -> None:
-    """What Linux tells of an epoll has a line for each file in it: 253 that had 15,000 each, with
-    one hello, took the server 6 s."""
-    with ExitStack() as undo, select.epoll() as epoll:
-        for _ in range(300):
-            other = os.eventfd(0)
-            undo.callback(os.close, other)
-            epoll.register(other)
-        tracemalloc.start()
-        undo.callback(tracemalloc.stop)
-        assert not is_pidfd(epoll.fileno(), os.getpid())
-        assert tracemalloc.get_traced_memory()[1] < 10_000
-
-
 # ---- connections
-
-
-def test_a_client_waits_its_turn_where_others_fill_the_queue(stage_: Stage) -> None:
-    server = stage_.server()
-    with ThreadPoolExecutor() as pool:
-        with server.stopped(), ExitStack() as others:
-            with suppress(BlockingIOError):
-                while True:
-                    others.enter_context(Raw(stage_.path, hello=False))
-            made = pool.submit(stage_.client, reconnect=False)
-            wait([made], 0.2)
-        assert made.result().connected
 
 
 # ---- the log
@@ -357,53 +329,4 @@ def test_clients_that_connect_in_a_loop_do_not_fill_the_log(alone: Stage) -> Non
     assert LINES - 10 < said.count("\n") < LINES + 30
 
 
-@pytest.fixture
-def lines() -> Iterator[tuple[Callable[[str], None], list[str], list[float]]]:
-    """A log with a clock, to which a line can be written."""
-    said, now = list[str](), [0.0]
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    handler.addFilter(LineLimit(lambda: now[0]))
-    log = logging.getLogger("vcache_backend.metadata_server.line_limit")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    yield lambda text: log.warning("%s", text), said, now
-    log.removeHandler(handler)
-    log.setLevel(logging.NOTSET)
-
-
-def test_the_log_has_many_lines_and_then_now_and_then_one_that_counts_others(lines: Any) -> None:
-    say, said, now = lines
-    for _ in range(LINES + 7):
-        say("a line")
-    assert said == ["a line"] * LINES
-    for dropped in (7, 1):
-        now[0] += SECONDS
-        say("a line")
-        say("a line")
-        assert said[-1] == f"a line (lines dropped before this one: {dropped})"
-    now[0] += LINES * SECONDS
-    for _ in range(LINES + 1):
-        say("another")
-    assert said[-LINES:] == ["another (lines dropped before this one: 1)"] + ["another"] * (
-        LINES - 1
-    )
-
-
-def test_what_a_client_says_is_one_printable_line(lines: Any) -> None:
-    say, said, _ = lines
-    say("one\n2026 INFO forged\x1b[2J\u202e" + "x" * 5000)
-    assert said[0].startswith(r"one\n2026 INFO forged\x1b[2J\u202exxx")
-    assert len(said[0]) < MAX_LINE_CHARS + 100
-
-
 # ---- names
-
-
-def test_no_name_has_invisible_characters() -> None:
-    """They turn the direction of writing, or begin a line, wherever the name is shown."""
-    taken = msgspec.msgpack.Decoder(m.Text)
-    for letter in "\x00\x1b\x7f\x9b\u202e\u2028\u2029":
-        with pytest.raises(msgspec.ValidationError):
-            taken.decode(msgspec.msgpack.encode(f"GPU{letter}"))
-    assert taken.decode(msgspec.msgpack.encode("GPU-Grüße 東京 é")) == "GPU-Grüße 東京 é"

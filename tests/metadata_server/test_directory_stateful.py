@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from model import FakeClock, chunk_key, pattern, room_of
 
-from vcache_backend.metadata_server import directory as directories
 from vcache_backend.metadata_server import slots
 from vcache_backend.metadata_server.directory import Backlog, Directory
 from vcache_backend.metadata_server.processes import Peer, ProcessId
@@ -148,8 +147,8 @@ class SlotMachine(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         for name in ("RECORD", "SLAB"):
             self.patch.setattr(slots, name, Torn(getattr(slots, name)))
-        self.patch.setattr(slots, "SLABS_WANTED", 2)
-        self.patch.setattr(directories, "SEARCH", 4)
+        self.patch.setattr(SlotRegion, "SLABS_WANTED", 2)
+        self.patch.setattr(Directory, "SEARCH", 4)
         Life.left = None
         self.clock = Clock()
         self.resets: Resets = {}
@@ -216,7 +215,8 @@ class SlotMachine(RuleBasedStateMachine):
         self.follow(may_go=set(KEYS))
 
     def use(self, name: str, table: SlotsTable) -> None:
-        table.words, table.generations = Stores(table.words), Stores(table.generations)
+        for view in ("words", "generations", "numbers"):
+            setattr(table, view, Stores(getattr(table, view)))
         info = SegmentInfo(SegmentId(name), "gpu-0", "host", SEGMENTS[name])
         self.directory.add(SlotRegion(info, table))
 

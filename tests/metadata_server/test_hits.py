@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
+from instance_cases import NAMESPACE, counts, instance_id, numbers, prompt
 
 from vcache_backend.metadata_server import hits
-from vcache_backend.metadata_server.hits import longest_end, needed
-from vcache_backend.protocol.messages import BlockTable
+from vcache_backend.metadata_server.hits import HitSearch, needed
+from vcache_backend.metadata_server.publications import (
+    COMPARED,
+    ForeignTable,
+    InstancePublications,
+)
+from vcache_backend.protocol.messages import BlockRun, BlockTable, Join
+from vcache_backend.vram_pool.generations import Generations
+
+A = instance_id(1)
 
 FULL, WIDE = BlockTable("full"), BlockTable("full", 4)
 WINDOW, STATE, LOCAL = (
@@ -52,11 +63,23 @@ CASES: dict[str, tuple[list[BlockTable], int, Blocks, int]] = {
 def test_a_hit_ends_where_all_tables_have_what_it_needs(
     tables: list[BlockTable], limit: int, here: Blocks, end: int
 ) -> None:
-    def bound(table: int, first: int, stop: int) -> int:
-        gone = [block for block in range(first, stop) if block not in here.get(table, set())]
-        return gone[-1] if gone else -1
+    search, there = searched(tables, here)
+    assert search.best(limit, [(A, there)])[0] == end
 
-    assert longest_end(tables, limit, bound) == end
+
+def searched(
+    tables: list[BlockTable], here: Blocks, hashes: int = 100
+) -> tuple[HitSearch, InstancePublications]:
+    """A look-up, and an instance that has published these blocks."""
+    with closing(Generations(A, 64)) as table:
+        join = Join(A, NAMESPACE, 64, 1, 4, tables)
+        there = InstancePublications(join, ForeignTable(table.fd, A, 64))
+        pairs = [(number, block) for number, blocks in here.items() for block in blocks]
+        for own, (number, block) in enumerate(pairs):
+            name = prompt(1, (block + 1) * tables[number].scale - 1, 1)
+            packs = numbers(own), counts(table.filled([own]))
+            there.publish(0, [BlockRun(number, block, name, *packs)])
+    return HitSearch(prompt(hashes, 0, 1), tables), there
 
 
 NEEDED = [
@@ -74,14 +97,10 @@ def test_what_a_hit_needs_of_a_table(table: BlockTable, end: int, blocks: tuple[
     assert needed(table, end) == blocks
 
 
-def test_few_questions_are_asked_where_few_ends_are() -> None:
+def test_few_blocks_are_looked_for_where_few_ends_are() -> None:
     """Retention 0: of a long prompt one window is kept."""
-    asked = []
-
-    def bound(table: int, first: int, stop: int) -> int:
-        asked.append(stop)
-        return -1 if stop == 9 else 9
-
-    tables = [FULL, WINDOW, BlockTable("window", 1, 900)]
-    assert longest_end(tables, hits.MAX_LOOKS, bound) == 9
-    assert len(asked) == 3
+    tables = [FULL, WINDOW, BlockTable("window", 1, 9)]
+    every = {1: set(range(9)), 2: set(range(9))}
+    search, there = searched(tables, every, 8192)
+    assert search.best(8192, [(A, there)])[0] == 9
+    assert search.left > hits.MAX_LOOKS - 2 * 8192 // COMPARED

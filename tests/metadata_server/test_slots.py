@@ -6,16 +6,14 @@ import mmap
 import os
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 from vcache_backend import seals
 from vcache_backend.errors import SegmentError
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.processes import ProcessId
-from vcache_backend.metadata_server.slots import SlabPlace, SlotsTable
+from vcache_backend.metadata_server.slots import TABLE_BYTES, SlabPlace, SlotsTable
 from vcache_backend.protocol.messages import ChunkKey
-from vcache_backend.protocol.slot_layout import TABLE_BYTES
 from vcache_backend.vram_pool.generations import GenerationView
 
 NBYTES = 4096
@@ -32,28 +30,6 @@ def shown() -> Iterator[int]:
     table.close()
     yield fd
     os.close(fd)
-
-
-def test_the_next_server_finds_what_was_written(shown: int) -> None:
-    table = SlotsTable.take_over(shown, "s", NBYTES)
-    assert list(table.occupied(0, 4)) == [(1, KEY, 100, ProcessId(7, 8), False)]
-    table.fill(1, 100)
-    assert [one.committed for one in table.occupied(0, 4)] == [True]
-    table.close()
-
-
-def test_a_reader_sees_what_a_later_server_changes(shown: int) -> None:
-    view = GenerationView.of_segment(shown, "s")
-    table = SlotsTable.take_over(shown, "s", NBYTES)
-    table.fill(1, 100)
-    asked = np.array([1], np.uint32).tobytes(), np.array([100], np.uint64).tobytes()
-    assert view.leading(*asked) == 1
-    table.void(1)
-    assert view.leading(*asked) == 0
-    table.fill(1, 100)
-    table.give_up()
-    assert view.leading(*asked) == 0
-    table.close()
 
 
 def test_one_server_at_a_time_has_a_table(shown: int) -> None:

@@ -6,14 +6,13 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-import torch
 from model import FakeClock
 from processes import SECONDS
 
 from vcache_backend.config import MooncakeConfig, OffloadConfig
 from vcache_backend.offload.objects import Format
 from vcache_backend.offload.store import Store
-from vcache_backend.offload.transfers import Buffer, Fetch, Reader, Ring, staging
+from vcache_backend.offload.transfers import Fetch, Reader, staging
 from vcache_backend.protocol.messages import ChunkKey
 from vcache_backend.transfer.stats import EngineStats
 
@@ -22,14 +21,17 @@ def key(number: int) -> ChunkKey:
     return ChunkKey(number.to_bytes(26, "big"))
 
 
-def test_whoever_takes_buffers_waits_for_all_of_them_or_gets_none() -> None:
-    ring = Ring([Buffer((0, 16), torch.empty(16, dtype=torch.uint8))] * 3)
-    held = ring.take(2, 0)
-    assert ring.take(2, 0.01) == []
-    giving = threading.Timer(0.05, ring.give, [held])
+def test_whoever_takes_buffers_waits_for_all_of_them_or_gets_none(store: Store) -> None:
+    reader = Reader(
+        store, EngineStats(), Format(bytes(32), 128), staging(store.memory, 16, 3, None), 2.0
+    )
+    held = reader.take(2, 0)
+    assert reader.take(2, 0.01) == []
+    giving = threading.Timer(0.05, reader.give_back, [held])
     giving.start()
-    assert len(ring.take(3, SECONDS)) == 3
+    assert len(reader.take(3, SECONDS)) == 3
     giving.join()
+    reader.close()
 
 
 @pytest.fixture
@@ -45,11 +47,11 @@ def store() -> Iterator[Store]:
 def test_a_load_waits_for_its_next_chunk_as_long_as_it_may_and_no_longer(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind other loads, so that the store is not at fault. In its own call: test_offload_tier."""
+    """Behind other loads."""
     clock, stats = FakeClock(), EngineStats()
     go_on, begun = threading.Event(), threading.Event()
-    ring = Ring(staging(store.memory, 256, 4, None))
-    reader = Reader(store, stats, Format(bytes(32), 128), ring, 2.0, now=clock)
+    buffers = staging(store.memory, 256, 4, None)
+    reader = Reader(store, stats, Format(bytes(32), 128), buffers, 2.0, now=clock)
 
     def hang(*given: object) -> list[int]:
         begun.set()
@@ -66,7 +68,7 @@ def test_a_load_waits_for_its_next_chunk_as_long_as_it_may_and_no_longer(
         assert not fetch.over
         clock.now += 0.2
         assert fetch.over
-        assert (fetch.cause, stats.counted("offload_")) == ("timeout", {})
+        assert (fetch.cause, stats.counted("offload_")) == ("timeout", {"late": 1})
     finally:
         go_on.set()
         reader.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from run import PLACE, download
 
-from vcache_backend.integration.vllm.sources import FILES, differences
+from vcache_backend.integration.vllm.shapes import FILES, differences
 from vcache_backend.supported import VLLM
 
 
@@ -36,7 +36,7 @@ def main() -> int:
     wrong = 0
     for minor in range(VLLM.low[1], VLLM.high[1]):
         version = f"0.{minor}.0"
-        found = differences(fetch(version))
+        found = list(differences(fetch(version)))
         print(f"vllm {version}: {'; '.join(found) or 'as expected'}")
         wrong += len(found)
     return 1 if wrong else 0

@@ -1,212 +1,124 @@
-"""Messages: what our decoder makes of bytes nobody meant well, and what a real server does with
-them.
-"""
+"""Connecting: whose server it is, and who waits for it."""
 
 from __future__ import annotations
 
-import socket
-import struct
-from collections.abc import Iterator
-from contextlib import suppress
-from typing import Any
+import os
+import signal
+import stat
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-import msgpack
 import pytest
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
-from model import chunk_key
-from processes import Child, Raw, Stage, eventually, stage
+from processes import PATIENT, Raw, Stage, stage
+from test_endpoint import refused
 
-from vcache_backend.protocol import messages as m
-from vcache_backend.protocol import sockets
+from vcache_backend.errors import ServerUnavailable
+from vcache_backend.protocol.client import Client
 
-A = chunk_key(1)
-INSTANCE, S = m.InstanceId(bytes(range(16))), m.SegmentId("s")
-KIND = m.LayerKind(1, 2, 64, 64)
-SHAPE = m.CacheShape("host", "host", "x", [KIND], 8, 16, [(0, 0), (0, 512)], [4096])
-REQUESTS: list[m.AnyRequest] = [m.Hello(1, "GPU-1", "cuda", {"model": "llama"}), m.Stats()]
-REQUESTS += [m.AddSegment(S, "host", "host", 4096), m.OpenSegment(S), m.DropSegment(S)]
-REQUESTS += [m.ListSegments(1, 2, 3, 4, 5, 6, [m.Reads(INSTANCE, 5, 6, 7)], [S]), m.Lend(4096)]
-REQUESTS += [m.Reserve([A], 1024), m.Commit(7, [A]), m.Abort(7), m.Clear(b"namespac")]
-REQUESTS += [m.Pin([A], 2.0), m.Contains([A])]
-REQUESTS += [m.Remove([A]), m.Report("warn", "slow")]
-REQUESTS += [
-    m.Join(INSTANCE, b"namespac", 64, 2, 4, [m.BlockTable("full"), m.BlockTable("window", 1, 9)])
-]
-REQUESTS += [m.ShowCache(INSTANCE, 1, SHAPE), m.OpenInstance(INSTANCE), m.OpenCache(INSTANCE, 1)]
-RUN = m.BlockRun(1, 3, bytes(16), bytes(4), bytes(8))
-REQUESTS += [m.Publish(INSTANCE, 1, [RUN], 9)]
-REQUESTS += [m.Find(b"namespac", bytes(64), 2, 3, 2, INSTANCE)]
-REQUESTS += [m.Promise(7, [A], 2, b"a" * 16, 3, 0.01, 0.25)]
-SENT = [sockets.encode(request) for request in REQUESTS]
+NOBODY = 65534
 
 
-def packed(*message: Any) -> bytes:
-    return msgpack.packb(list(message), use_bin_type=True)
+OURS = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be two users")
 
 
-def mutated(original: bytes, edits: list[tuple[int, int]]) -> bytes:
-    data = bytearray(original)
-    for at, byte in edits:
-        data[at % len(data)] = byte
-    return bytes(data)
+def refusal(path: Path) -> str:
+    """Why a client does not use the server there."""
+    with Client(path, PATIENT, reconnect=False) as client, pytest.raises(ServerUnavailable) as why:
+        client.require()
+    return str(why.value)
 
 
-BOMB = b"\x91" * (1 << 16)
-"""Sixty-five thousand arrays within each other."""
-NO_TEXT = b"\x91\xa1\x80"
-"""A name that is no UTF-8."""
-edits = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), min_size=1, max_size=6)
-sent = st.sampled_from(SENT)
-short, text = st.binary(max_size=30), st.text(max_size=9)
-plain = st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats()
-names = ["hello", "find", "reserve", "commit", "remove", "add_segment", "clear", "nothing", 5]
-field = st.integers(-5, (1 << 64) - 1) | short | st.lists(short, max_size=3) | text
-fields = st.lists(field, max_size=5)
-hostile = st.one_of(
-    st.binary(max_size=300),
-    st.builds(mutated, sent, edits),
-    st.builds(lambda whole, cut: whole[: cut % len(whole)], sent, st.integers(0, 500)),
-    st.builds(lambda first, second: first + second, sent, st.binary(min_size=1, max_size=40)),
-    st.recursive(
-        plain | text | short,
-        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(text, inner, max_size=3),
-        max_leaves=12,
-    ).map(packed),
-    st.builds(lambda name, more: packed(name, *more), st.sampled_from(names), fields),
-)
+@OURS
+def test_a_folder_that_others_can_write_is_refused_by_server_and_client(tmp_path: Path) -> None:
+    folder = tmp_path / "vcache-0"
+    path = folder / "vcache.sock"
+
+    def both_say(why: str) -> None:
+        assert why in refused(path)
+        assert why in refusal(path)
+
+    folder.mkdir()
+    os.chown(folder, NOBODY, NOBODY)
+    both_say(f"{folder} belongs to uid {NOBODY}, not to uid ")
+    os.chown(folder, 0, 0)
+    folder.chmod(0o777)
+    both_say(f"`chmod go-w {folder}`")
+    folder.chmod(0o1777)
+    both_say(f"others can write to {folder} (mode 1777); set server.socket to a folder of your own")
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    both_say(f"{folder} is not a folder but a link")
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_the_largest_requests_and_answers_are_below_the_limit_of_a_message() -> None:
-    far = m.Location(m.SegmentId("s" * 64), m.MAX_SEGMENT_BYTES, m.MAX_SEGMENT_BYTES)
-    most, each = m.MAX_SEGMENT_BYTES, m.MAX_KEYS // m.MAX_RUNS
-    run = m.SlotRun(1 << 16, far.segment, 1 << 20, most, most, bytes(4 * each), bytes(8 * each))
-    refused = [int(m.Refusal.FULL)] * (m.MAX_KEYS - m.MAX_SLOTS)
-    granted = m.Reserved(1 << 62, 30.0, [far] * m.MAX_SLOTS + refused, "x" * 256, 1 << 62)
-    for largest in (m.Reserve([A] * m.MAX_KEYS, 1), granted, m.Pinned([run] * m.MAX_RUNS, 1 << 62)):
-        assert sockets.encode(largest)
+AS_NOBODY = """
+import os, sys
+from pathlib import Path
+from vcache_backend.config import ClientConfig
+from vcache_backend.protocol.client import Client
+os.setgroups(eval(sys.argv[3])); os.setgid(65534); os.setuid(65534)
+client = Client(Path(sys.argv[1]), ClientConfig(connect_seconds=10, request_seconds=10, **eval(sys.argv[2])), reconnect=False)
+try:
+    client.require()
+    print("segments", client.list_segments())
+except Exception as error:
+    print("refused:", error)
+"""
 
 
-# ---- a real server
+ROGUE = """
+import os, socket, sys
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+listener.bind(sys.argv[1])
+os.setgid(65534); os.setuid(65534)
+listener.listen()
+print("listening", flush=True)
+peer, _ = listener.accept()
+peer.settimeout(10)
+print("got", len(peer.recv(1 << 16)), "bytes", flush=True)
+"""
 
 
-@pytest.fixture(scope="module")
-def stage_(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    with stage(tmp_path_factory.mktemp("wire")) as made:
-        yield made
+@OURS
+def test_a_client_sends_nothing_to_another_user_s_server(stage_: Stage) -> None:
+    rogue = stage_.script(ROGUE)
+    rogue.expect("listening")
+    why = refusal(stage_.path)
+    assert f"uid {NOBODY}" in why
+    assert "client.server_uid" in why
+    assert "vcache serve" not in why
+    rogue.expect("got 0 bytes")
 
 
-@pytest.fixture(scope="module")
-def server(stage_: Stage) -> Child:
-    """One server for all these tests: it has to survive them all."""
-    return stage_.server(max_clients=2000)
+@OURS
+def test_other_users_are_let_in_where_the_server_allows_them_and_they_name_its_user() -> None:
+    """In a folder of its own: pytest closes its folders to other users whenever it starts."""
+    with TemporaryDirectory() as open_to_all, stage(Path(open_to_all) / "folder") as here:
+        Path(open_to_all).chmod(0o711)
+        allowing = here.server(allow_uids=[NOBODY])
+        assert stat.S_IMODE(here.path.parent.stat().st_mode) == 0o711
+        assert stat.S_IMODE(here.path.stat().st_mode) == 0o666
+        here.script(AS_NOBODY, "dict(server_uid=0)", "[]").expect("segments []")
+        allowing.signal(signal.SIGTERM)
+        allowing.wait()
+        others = here.server(allow_uids=[1234])
+        for _ in range(2):
+            said = here.script(AS_NOBODY, "{}", "[]").expect("refused:")
+            assert f"uid {NOBODY} may not use the server of uid 0" in said
+            assert "server.allow_uids" in said
+        others.signal(signal.SIGTERM)
+        assert others.wait()[1].count(f" of uid {NOBODY}: uid {NOBODY} may not use") == 2
 
 
-@pytest.fixture(scope="module")
-def bystander(stage_: Stage, server: Child) -> Raw:
-    """A client that has nothing to do with it and must never notice."""
-    return stage_.raw()
-
-
-@pytest.fixture
-def raw(stage_: Stage, server: Child) -> Iterator[Raw]:
-    with Raw(stage_.path) as made:
-        yield made
-
-
-def undisturbed(bystander: Raw) -> bool:
-    return bystander.ask("remove", [A]) == ["count", 0]
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=hostile, hello=st.booleans())
-@example(data=BOMB, hello=True)
-@example(data=NO_TEXT, hello=True)
-@example(data=bytes(m.MAX_MESSAGE_BYTES + 1), hello=True)
-def test_a_server_answers_hostile_bytes_with_an_error_or_a_closed_door(
-    stage_: Stage, server: Child, bystander: Raw, data: bytes, hello: bool
-) -> None:
-    with Raw(stage_.path, hello) as guest:
-        guest.send_bytes(data)
-        guest.socket.shutdown(socket.SHUT_WR)
-        while (reply := guest.receive()) is not None:
-            assert isinstance(reply[0], str)
-    assert undisturbed(bystander)
-    assert server.alive
-
-
-def test_too_long_a_message_is_answered_and_the_door_closed(raw: Raw, bystander: Raw) -> None:
-    raw.send_bytes(bytes(m.MAX_MESSAGE_BYTES + 1))
-    assert raw.receive() == ["error", "a message is longer than the limit of 200,000 B", True]
-    assert raw.closed()
-    assert undisturbed(bystander)
-
-
-def test_nothing_is_served_before_the_right_hello(stage_: Stage, server: Child) -> None:
-    """The second one has the shape of a later version."""
-    ours = m.PROTOCOL_VERSION
-    earlier, later = ["hello", 999, "host", "host", {}], ["hello", ours + 1, {"all": "changed"}]
-    for first, why in (
-        (earlier, f"protocol 999, server: {ours}; install the same vcache-backend"),
-        (later, f"not a hello of protocol {ours}"),
-        (["stats"], "not hello"),
-    ):
-        with Raw(stage_.path, hello=False) as guest:
-            reply = guest.ask(*first)
-            assert (reply[0], why in reply[1]) == ("error", True), reply
-            assert guest.closed()
-
-
-def test_fds_nobody_asked_for_are_closed(stage_: Stage, server: Child, memfd: int) -> None:
-    with Raw(stage_.path) as guest:
-        for _ in range(20):
-            guest.send("remove", [A], fds=(memfd, memfd))
-            assert guest.receive() == ["count", 0]
-        reply = guest.ask("add_segment", "two", "host", "host", 4096, fds=(memfd, memfd))
-        assert "2 fds came along" in reply[1]
-        guest.send("remove", "no keys", fds=(memfd, memfd))
-        assert guest.receive()[0] == "error"
-        assert guest.ask("remove", [A]) == ["count", 0]
-        eventually(lambda: not [name for name in server.fds() if "vcache-test" in name])
-        for _ in range(20):
-            guest.send("remove", [A], fds=(memfd,) * m.MAX_FDS)
-            assert guest.receive() == ["count", 0]
-        guest.send_bytes(b"no message", (memfd,))
-    with Raw(stage_.path, hello=False) as guest:
-        assert "2 fds came along" in guest.hello(fds=(memfd,) * 2)[1]
-        assert guest.closed()
-    eventually(lambda: not [name for name in server.fds() if "vcache-test" in name])
-
-
-BAD = b"\xc1"
-
-
-@pytest.mark.parametrize("messages", [[BAD], [BAD, BAD]], ids=["read", "unread"])
-def test_a_close_that_waits_holds_up_nobody_else(alone: Stage, messages: list[bytes]) -> None:
-    """As one that frees much memory takes long. Here it is a socket that lingers."""
-    server, bystander = alone.server(), alone.raw()
-    with alone.raw() as guest, socket.create_server(("127.0.0.1", 0)) as never_reads:
-        with server.stopped(), socket.create_connection(never_reads.getsockname()) as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 1000))
-            sock.setblocking(False)
+def test_a_client_waits_its_turn_where_others_fill_the_queue(stage_: Stage) -> None:
+    server = stage_.server()
+    with ThreadPoolExecutor() as pool:
+        with server.stopped(), ExitStack() as others:
             with suppress(BlockingIOError):
                 while True:
-                    sock.send(bytes(1 << 16))
-            for message in messages[:-1]:
-                guest.send_bytes(message)
-            guest.send_bytes(messages[-1], (sock.fileno(),))
-        for _ in range(100):
-            assert undisturbed(bystander)
-
-
-def test_requests_in_one_breath_are_answered_in_order_also_when_some_are_refused(raw: Raw) -> None:
-    wrong: list[list[Any]] = [["no_such_request"], ["find"], ["find", b"short", b"", 1, 0]]
-    wrong += [["find", b"namespac", bytes(size), 1, 0, 4096] for size in (5, 80)]
-    wrong += [["find", b"namespac", bytes(16 * (m.MAX_HASHES + 1)), 1, 0]]
-    wrong += [["remove", [A] * (m.MAX_KEYS + 1)], ["reserve", [A], 0], ["reserve", [A], 1 << 60]]
-    wrong += [["clear", b"more than eight bytes"], ["add_segment", "s", "host", "tape", 4096]]
-    for message in (["remove", [A]], *wrong, ["contains", [A]]):
-        raw.send(*message)
-    first, *refused, last = [raw.receive() for _ in range(len(wrong) + 2)]
-    assert (first[0], last[0]) == ("count", "present")
-    assert [(answer[0], answer[2]) for answer in refused] == [("error", False)] * len(wrong)
+                    others.enter_context(Raw(stage_.path, hello=False))
+            made = pool.submit(stage_.client, reconnect=False)
+            wait([made], 0.2)
+        assert made.result().connected

@@ -1,7 +1,7 @@
 """Is a byte, or an answer, ever wrong, though all that instances share is rewritten all the time,
 and they are paused, stopped and killed?
 
-    make soak ARGS="[--level soak|inplace|death|death_pool|planned] [--seconds N] [--seed N]"
+    make soak ARGS="[--level soak|inplace|death|death_pool|planned|hits] [--seconds N] [--seed N]"
 
 `soak`: engines that share through a pool far too small for their prompts, so that slots are
 constantly rewritten. They and the server are killed and stopped, also around copies. Each load is
@@ -17,8 +17,9 @@ few KV blocks that these are constantly used again. Tokens and log probabilities
 compared with those of a vLLM that shares nothing; no engine may end or leave a request without an
 answer.
 
-`planned`: vLLM's own schedulers, without a model, for models of all kinds of block tables: see
-`planned`.
+`planned`, `hits`: vLLM's own schedulers, without a model, for models of all kinds of block tables.
+Is each block right whatever happens, and does a request find on another instance exactly what it
+would find on the owner?
 
 Each level has controls, which run the same with one rule broken: readers do not compare
 generations after a copy; owners change generations only after writing, or publish before writing.
@@ -31,6 +32,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 from .levels import LEVELS
@@ -45,14 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     option = parser.add_argument
-    option("--level", choices=[*LEVELS, "planned"], default="soak")
+    option("--level", choices=[*LEVELS, "planned", "hits"], default="soak")
     option("--seconds", type=float, help="at most; a control takes half of it")
     option("--seed", type=int, default=int(time.time()), help="default: the time")
     options = parser.parse_args(arguments)
-    if options.level == "planned":
-        from . import planned
-
-        return planned.main(options.seconds or PLANNED_SECONDS, options.seed)
+    if options.level not in LEVELS:
+        chosen = import_module(f".{options.level}", __package__)
+        return int(chosen.main(options.seconds or PLANNED_SECONDS, options.seed))
     level, seed = LEVELS[options.level](), options.seed
     if options.seconds:
         level = level._replace(seconds=options.seconds, control_seconds=options.seconds / 2)

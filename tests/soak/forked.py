@@ -18,7 +18,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from benchmarks.processes import stopped
 from vcache_backend.children import die_with_parent
 
 S = TypeVar("S")
@@ -89,6 +88,14 @@ def hear(processes: Sequence[Forked[Any]], silence: float = SECONDS) -> Iterator
         elif time.monotonic() < process.heard + silence:
             continue
         yield number, said
+
+
+def stopped(pid: int) -> bool:
+    """Whether the process is stopped by a signal, or by a debugger."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
 
 
 class Waker:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.vllm.environment import ENVIRONMENT
+from benchmarks.vllm.settings import ENVIRONMENT
 from vcache_backend.prove.instance import CPU_ENVIRONMENT
 
 from . import inplace, pooled

@@ -18,8 +18,7 @@ import msgspec
 
 from vcache_backend.config import Config
 from vcache_backend.transfer.sources import MemoryPart, Settled
-from vcache_backend.vram_pool.copies.copier import Completion, Copier
-from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
+from vcache_backend.vram_pool.copies.copier import Completion, Copier, CopyJob, Mark
 
 from .forked import begin
 
@@ -154,27 +153,21 @@ class Slowly:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def pull(
-        self, kv: PagedKV, rows: Int64s, origins: Int64s, *given: Any, **more: Any
-    ) -> Completion:
-        instance = self._instance
-        if len(rows) > 1 and instance.dice.random() < self._share:
+    def copy(self, job: CopyJob, after: Mark | None = None) -> Completion:
+        """A store stops before the reserved slots are written, and before the commit."""
+        instance, rows = self._instance, job.rows
+        if job.to_origin:
+            instance.step("reserved")
+        elif len(rows) > 1 and instance.dice.random() < self._share:
             self._kept = []
             for at in range(len(rows) - 1):
-                self._kept.append(self._inner.pull(kv, rows[at : at + 1], origins, *given, **more))
+                part = job._replace(rows=rows[at : at + 1])
+                self._kept.append(self._inner.copy(part, after))
                 instance.step("copying")
                 time.sleep(instance.dice.uniform(0, self._seconds / len(rows)))
-            rows = rows[-1:]
-        copy = self._inner.pull(kv, rows, origins, *given, **more)
-        instance.step("copied")
-        return copy
-
-    def gather(self, *given: Any, **more: Any) -> Completion:
-        """Into the pool, in slots that are reserved: one stop before they are written, one before
-        the commit."""
-        self._instance.step("reserved")
-        copy = self._inner.gather(*given, **more)
-        self._instance.step("stored")
+            job = job._replace(rows=rows[-1:])
+        copy = self._inner.copy(job, after)
+        instance.step("stored" if job.to_origin else "copied")
         return copy
 
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 import itertools
 import random
 import sys
-import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,10 +23,15 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
-from benchmarks.vllm.planning import Instance, Place, Tables, full, local, place, state, window
-from vcache_backend.children import MetadataServer
-from vcache_backend.integration.vllm.metadata import LoadSpec, StepMetadata, WorkerReport
+from vcache_backend.integration.vllm.metadata import (
+    LoadSpec,
+    PublicationSpec,
+    StepMetadata,
+    WorkerReport,
+)
 from vcache_backend.protocol.messages import HASH_BYTES, ResidentRun
+
+from .scheduling import Instance, Place, Tables, full, local, serving, state, window
 
 MODELS = {
     "dense": Tables([full(32)]),
@@ -177,18 +181,17 @@ class Written(Instance):
 
     # ---- what workers do
 
-    def tell(self, meta: StepMetadata) -> None:
+    def publish(self, specs: Sequence[PublicationSpec]) -> None:
         """Note what should lie where, and publish it."""
-        for spec in meta.publications:
-            for run in spec.runs:
-                blocks = np.frombuffer(run.blocks, dtype="<u4").tolist()
-                generations = np.frombuffer(run.generations, dtype="<u8").tolist()
-                for at, both in enumerate(zip(blocks, generations, strict=True)):
-                    name = run.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]
-                    if (due := self.named.get((run.table, name))) is not None:
-                        self.told[both[0]] = Due(*both, due)
-                        self.seen["published"] += 1
-        super().tell(meta)
+        for run in (run for spec in specs for run in spec.runs):
+            blocks = np.frombuffer(run.blocks, dtype="<u4").tolist()
+            generations = np.frombuffer(run.generations, dtype="<u8").tolist()
+            for at, both in enumerate(zip(blocks, generations, strict=True)):
+                name = run.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]
+                if (due := self.named.get((run.table, name))) is not None:
+                    self.told[both[0]] = Due(*both, due)
+                    self.seen["published"] += 1
+        super().publish(specs)
 
     def check_told(self) -> None:
         """A block whose generation is as published holds what was published."""
@@ -319,10 +322,7 @@ class Planned:
 def main(seconds: float, seed: int) -> int:
     """The level: for so long, each model in turn, and each model's control. 1 if something was
     wrong, or a control saw nothing."""
-    with tempfile.TemporaryDirectory(prefix="vcache-planned-") as folder, ExitStack() as undo:
-        socket = Path(folder, "vcache.sock")
-        undo.enter_context(MetadataServer(socket, Path(folder, "server.log")))
-        where = undo.enter_context(place(socket, Path(folder)))
+    with serving() as where:
         seen, wrong, until = Counter[str](), list[str](), time.monotonic() + seconds
         for run in itertools.count():
             for model in MODELS:

@@ -25,7 +25,7 @@ import vllm
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
-from benchmarks.vllm.scale import TINY, Scale
+from benchmarks.vllm.instances import TINY, Scale
 from benchmarks.vllm.settings import llm, our_connector
 from vcache_backend.children import die_with_parent
 

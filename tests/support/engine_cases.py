@@ -17,14 +17,14 @@ import pytest
 import torch
 from kv_cases import CHUNK, FLASH, SMALL, Arrangement, Cache, Sizes, layout_of, places
 from nursery import listen, say
-from processes import PATIENT, QUICK, SECONDS, Child, Stage, with_torch
+from processes import PATIENT, QUICK, SECONDS, Child, Stage, eventually, with_torch
 
 from vcache_backend import config as configuration
 from vcache_backend.config import ByteSize, ClientConfig, Config, PoolConfig, ServerConfig
 from vcache_backend.engine import VCacheEngine
 from vcache_backend.protocol.client import Client
 from vcache_backend.transfer.layout import Layout
-from vcache_backend.vram_pool.copies.copier import Finished, HostCopier
+from vcache_backend.vram_pool.copies.copier import Completion, CopyJob, HostCopier, Mark
 from vcache_backend.vram_pool.regions import SlotView
 
 ROOMY = 1 << 20
@@ -45,21 +45,20 @@ class PausingCopier(HostCopier):
         self._wait = wait
         self.armed = False
 
-    def gather(self, kv: Any, rows: Any, origins: Any, *given: Any, **more: Any) -> Finished:
-        slots: list[SlotView] = given[1]
-        before = [slot.tensor.clone() for slot in slots]
-        finished = super().gather(kv, rows, origins, *given, **more)
-        after = [slot.tensor.clone() for slot in slots]
-        for slot, tensor in zip(slots, before, strict=True):
+    def copy(self, job: CopyJob, after: Mark | None = None) -> Completion:
+        if not job.to_origin:
+            self._pause()
+            return super().copy(job, after)
+        slots: list[SlotView] = job.keep  # type: ignore[assignment]
+        old = [slot.tensor.clone() for slot in slots]
+        finished = super().copy(job, after)
+        new = [slot.tensor.clone() for slot in slots]
+        for slot, tensor in zip(slots, old, strict=True):
             slot.tensor[slot.nbytes // 2 :] = tensor[slot.nbytes // 2 :]
         self._pause()
-        for slot, tensor in zip(slots, after, strict=True):
+        for slot, tensor in zip(slots, new, strict=True):
             slot.tensor[slot.nbytes // 2 :] = tensor[slot.nbytes // 2 :]
         return finished
-
-    def pull(self, *given: Any, **more: Any) -> Finished:
-        self._pause()
-        return super().pull(*given, **more)
 
     def _pause(self) -> None:
         if self.armed:
@@ -75,20 +74,22 @@ class UnfinishedCopier(HostCopier):
     def __init__(self) -> None:
         self.finished = threading.Event()
 
-    def gather(self, *given: Any, **more: Any) -> Copied:  # type: ignore[override]
-        super().gather(*given, **more)
-        return Copied(self.finished)
+    def copy(self, job: CopyJob, after: Mark | None = None) -> Completion:
+        finished = super().copy(job, after)
+        return Copied(self.finished) if job.to_origin else finished
 
 
 class Copied:
-    """A completion that waits for an event of a test."""
+    """A completion that waits for an event of a test, and holds the job until then."""
 
     seconds = None
 
-    def __init__(self, finished: threading.Event) -> None:
-        self._finished = finished
+    def __init__(self, finished: threading.Event, job: CopyJob | None = None) -> None:
+        self._finished, self._job = finished, job
 
     def done(self) -> bool:
+        if self._finished.is_set():
+            self._job = None
         return self._finished.is_set()
 
     def wait(self, timeout_s: float) -> bool:
@@ -361,3 +362,30 @@ def here(tmp_path: Path) -> Iterator[Node]:
 def served(here: Node) -> Node:
     here.serve()
     return here
+
+
+# ---- threads
+
+
+@contextmanager
+def raising(owner: Any, name: str, behind: bool = False, times: int = 1) -> Iterator[None]:
+    """The first calls raise in any thread but this one, before or behind the work. Fails if there
+    were fewer."""
+    original, left = getattr(owner, name), times
+
+    def raises(*given: Any) -> Any:
+        nonlocal left
+        fails = left > 0 and threading.current_thread() is not threading.main_thread()
+        left -= fails
+        answer = None if fails and not behind else original(*given)
+        if fails:
+            raise RuntimeError(f"on purpose, in {name}")
+        return answer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, raises)
+        yield
+        try:
+            eventually(lambda: left <= 0)
+        except AssertionError as error:
+            raise AssertionError(f"nobody called {name}") from error

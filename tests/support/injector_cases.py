@@ -3,14 +3,16 @@ lmcache_injector.py."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import NamedTuple
+from types import CodeType, FrameType, FunctionType
+from typing import Any, NamedTuple
 
 import vcache_backend
 
@@ -49,6 +51,13 @@ class Outcome(NamedTuple):
         return "off, and said" if self.off else "shares again"
 
 
+@cache
+def file_of(path: str) -> str:
+    """Of ours; empty for all others."""
+    real = str(Path(path).resolve()) if path[:1] not in ("", "<") else ""
+    return next((real.removeprefix(root) for root in ROOTS if real.startswith(root)), "")
+
+
 class Scope(NamedTuple):
     """Functions that may raise: of files that begin with `within`, but for these files and, by the
     beginning of their qualified names, the outermost ones."""
@@ -59,16 +68,18 @@ class Scope(NamedTuple):
 
     def name(self, code: CodeType) -> str:
         """`file:qualified name`; empty for all others."""
-        path = str(Path(code.co_filename).resolve()) if code.co_filename[:1] != "<" else ""
-        file = next((path.removeprefix(root) for root in ROOTS if path.startswith(root)), "")
+        file = file_of(code.co_filename)
         inside = bool(file) and file.startswith(self.within) and not file.endswith(self.files)
         raises = inside and not code.co_qualname.startswith(self.outermost)
         return f"{file}:{code.co_qualname}" if raises and code.co_name not in _MODULES else ""
 
 
 class Watch:
-    """A profile function that counts the calls of functions in a scope, or raises at one of them,
-    once: at its call, before its work, or at its return."""
+    """Counts the calls of functions in a scope, or raises at one of them, once: before its work, or
+    after it.
+
+    To count, it is a profile function. This makes vLLM three times as slow; so to raise it takes the
+    function's place, where that can be done."""
 
     def __init__(self, scope: Scope, case: Case | None = None) -> None:
         self.case, self.raised, self.calls = case, False, Counter[str]()
@@ -82,25 +93,84 @@ class Watch:
         name, case = self._names.get(frame.f_code), self.case
         if name is None:
             name = self._names[frame.f_code] = self._scope.name(frame.f_code)
-        if not name or (case is not None and name != case.function):
-            return
+        if name and (case is None or name == case.function):
+            self.happen(name)
+
+    def happen(self, name: str) -> None:
+        """The function is called, or returns."""
         with self._lock:
             self.calls[name] += 1
-            if case is None or self.raised or self.calls[name] < case.call:
+            if self.case is None or self.raised or self.calls[name] < self.case.call:
                 return
             self.raised = True
-        raise RuntimeError(f"on purpose, {case}")
+        raise RuntimeError(f"on purpose, {self.case}")
 
     def begin(self) -> None:
         """In this thread, and in those that begin from now on."""
-        threading.setprofile(self)
-        sys.setprofile(self)
+        self._plain = plain_functions(self.case.function) if self.case is not None else []
+        for function in self._plain:
+            _take_place(function, self)
+        if not self._plain:
+            threading.setprofile(self)
+            self.follow()
+
+    def follow(self) -> None:
+        """In this thread, which began before."""
+        if not self._plain:
+            sys.setprofile(self)
+
+
+def plain_functions(name: str) -> list[FunctionType]:
+    """Functions of that name, in each module that was made of the file; none if it is one that is
+    made anew for each call of another, or that needs its own code: with variables of another, or
+    with `yield`."""
+    file, _, path = name.partition(":")
+    found = list[FunctionType]()
+    for module in list(sys.modules.values()):
+        if file_of(getattr(module, "__file__", None) or "") != file:
+            continue
+        one: Any = module
+        for part in path.split("."):
+            one = getattr(one, "__dict__", {}).get(part)
+        one = inspect.unwrap(getattr(one, "fget", None) or getattr(one, "__func__", one))
+        if isinstance(one, FunctionType) and one.__code__.co_qualname == path:
+            found.append(one)
+    codes = [one.__code__ for one in found]
+    yields = inspect.CO_GENERATOR | inspect.CO_COROUTINE
+    return [] if any(code.co_freevars or code.co_flags & yields for code in codes) else found
+
+
+_TAKEN = "_taken_for_a_test"
+_CALL = compile(f"lambda *given, **named: {_TAKEN}(*given, **named)", __file__, "eval").co_consts[0]
+_taken = list[tuple[FunctionType, CodeType]]()
+
+
+def _take_place(function: FunctionType, watch: Watch) -> None:
+    """Whoever calls it calls the watch, too, until `end`."""
+    original = FunctionType(function.__code__, function.__globals__, function.__name__)
+    original.__defaults__, original.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    case = watch.case
+    assert case is not None
+
+    def called(*given: Any, **named: Any) -> Any:
+        if not case.after:
+            watch.happen(case.function)
+        answer = original(*given, **named)
+        if case.after:
+            watch.happen(case.function)
+        return answer
+
+    _taken.append((function, function.__code__))
+    function.__globals__[_TAKEN], function.__code__ = called, _CALL
 
 
 def end() -> None:
-    """Nothing is watched in this thread any more."""
+    """Nothing is watched in this thread any more, and no function is another's."""
     sys.setprofile(None)
     threading.setprofile(None)
+    while _taken:
+        function, code = _taken.pop()
+        function.__code__ = code
 
 
 # ---- in the test
@@ -110,11 +180,11 @@ ALL = os.environ.get("VCACHE_INJECT") == "all"
 """Whether each function raises in every way, not in one."""
 
 
-def ways(calls: Mapping[str, int]) -> Iterator[list[Case]]:
+def ways(calls: Mapping[str, int], every_way: bool = ALL) -> Iterator[list[Case]]:
     """By function, of which calls says how often it is called: how it raises."""
     for number, (name, count) in enumerate(sorted(calls.items())):
         every = [Case(name, after, call) for call in (1, min(3, count)) for after in (False, True)]
-        yield list(dict.fromkeys(every)) if ALL else [every[number % len(every)]]
+        yield list(dict.fromkeys(every)) if every_way else [every[number % len(every)]]
 
 
 def outcomes_of(

@@ -16,7 +16,6 @@ from processes import make_memfd
 from vcache_backend.protocol import generation_table
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
-from vcache_backend.protocol.slot_layout import HEADER
 from vcache_backend.seals import sealed
 
 NAMESPACE = b"namespac"
@@ -33,7 +32,7 @@ def make_table(instance: bytes, blocks: int = 64, generation: int = 2) -> int:
     fd, memory = sealed("test", generation_table.nbytes(blocks), generation_table.SEALS)
     with memory:
         header = generation_table.MAGIC, generation_table.VERSION, 0, instance, blocks
-        HEADER.pack_into(memory, 0, *header)
+        generation_table.HEADER.pack_into(memory, 0, *header)
         memory[mmap.PAGESIZE : mmap.PAGESIZE + 8 * blocks] = counts(*[generation] * blocks)
     return fd
 

@@ -20,7 +20,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.processes import HOST, free_ports, stopped
+from soak.forked import stopped
+
+from benchmarks.processes import HOST, free_ports
 from vcache_backend.children import Program, until
 from vcache_backend.config import ByteSize, MooncakeConfig, OffloadConfig
 

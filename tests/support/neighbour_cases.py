@@ -24,10 +24,10 @@ from vcache_backend import seals
 from vcache_backend.config import ClientConfig
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import BlockTable, InstanceId, ResidentRun
-from vcache_backend.resident.mappings import Neighbour, Neighbours, open_instance
+from vcache_backend.resident.mappings import Neighbour, Neighbours, Tables
 from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.vram_pool import devices
-from vcache_backend.vram_pool.copies.copier import Completion, Copier, HostCopier
+from vcache_backend.vram_pool.copies.copier import Completion, Copier, CopyJob, HostCopier
 from vcache_backend.vram_pool.copies.geometry import PagedKV
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.exports import Region
@@ -46,25 +46,22 @@ def mapped(neighbours: Neighbours, name: bytes) -> Neighbour | None:
     """The KV cache of `name`, once it is mapped or that has failed."""
     neighbours.get(name)
     eventually(lambda: name not in neighbours._coming)
-    return neighbours._here.get(name)
+    return neighbours._mapped.get(name)
 
 
 def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """KV caches are mapped from now on once the event is set."""
-    opens = threading.Event()
-    monkeypatch.setattr(
-        "vcache_backend.resident.mappings.open_instance",
-        lambda *given: opens.wait(SECONDS) and open_instance(*given),
-    )
+    opens, view = threading.Event(), Tables.view
+    monkeypatch.setattr(Tables, "view", lambda *given: opens.wait(SECONDS) and view(*given))
     return opens
 
 
 def allocate(device: Device, nbytes: int, undo: ExitStack) -> tuple[Region, torch.Tensor]:
     """Memory that others can map: a memfd, or a GPU's. Its fd is closed with `undo`."""
     if device.medium == "cuda":
-        with create(device, nbytes) as owned:
-            mapped = undo.enter_context(map_segment(owned.info, owned.fd, device))
-        return Region(mapped.fd, mapped.nbytes, mapped.whole.data_ptr()), mapped.whole
+        owned = undo.enter_context(create(device, nbytes))
+        whole = map_segment(owned.info, owned.fd, device)
+        return Region(owned.fd, owned.nbytes, whole.data_ptr()), whole
     fd = os.memfd_create("vcache-kv-of-a-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     undo.callback(os.close, fd)
     os.ftruncate(fd, nbytes)
@@ -239,15 +236,7 @@ def read(
 
 def pull(neighbour: Neighbour, cache: SharedCache, block: int, copier: Copier) -> Completion:
     rows = np.array([[0, block * neighbour.shape.kinds[0].stride, 0]], dtype=np.int64)
-    return copier.pull(cache.kv, rows, neighbour.bases[None], keep=neighbour)
-
-
-def enters(neighbour: Neighbour) -> bool:
-    """Whether a copy may be launched; it is not."""
-    if neighbour.enter():
-        neighbour.leave()
-        return True
-    return False
+    return copier.copy(CopyJob(cache.kv, rows, neighbour.bases[None], neighbour))
 
 
 def still(view: GenerationView, blocks: Sequence[int], generations: Sequence[int]) -> bool:

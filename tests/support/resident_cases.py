@@ -4,7 +4,9 @@ half-way."""
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,14 +20,13 @@ from processes import PATIENT, Worker, eventually
 from torch import Tensor
 
 from vcache_backend.protocol.messages import ChunkKey, ResidentRun
-from vcache_backend.resident.mappings import Neighbours
+from vcache_backend.resident.mappings import Neighbour, Neighbours
 from vcache_backend.transfer.keys import TokenHasher
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.store import store
-from vcache_backend.vram_pool.copies.copier import HostCopier
-from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
+from vcache_backend.vram_pool.copies.copier import Completion, CopyJob, HostCopier, Mark
 
 
 def owner(here: Node, name: int = 1, **more: Any) -> Owner:
@@ -51,22 +52,16 @@ class StoppingCopier(HostCopier):
         self.pulls: list[int] = []
         self.local: list[bool] = []
 
-    def pull(  # type: ignore[override]
-        self,
-        kv: PagedKV,
-        rows: Int64s,
-        origins: Int64s,
-        *_: object,
-        local: bool = False,
-        **more: Any,
-    ) -> Copied:
-        self.pulls.append(len(rows))
-        self.local.append(local)
-        half = len(rows) // 2
-        super().pull(kv, rows[:half], origins)
+    def copy(self, job: CopyJob, after: Mark | None = None) -> Completion:
+        if job.to_origin:
+            return super().copy(job, after)
+        self.pulls.append(len(job.rows))
+        self.local.append(job.local)
+        half = len(job.rows) // 2
+        super().copy(job._replace(rows=job.rows[:half]))
         self.half_way()
-        super().pull(kv, rows[half:], origins)
-        return Copied(self.finished)
+        super().copy(job._replace(rows=job.rows[half:]))
+        return Copied(self.finished, job)
 
 
 class Reader:
@@ -145,6 +140,12 @@ class Reader:
         load = self.load(tokens, residents, known)
         load.run(10)
         return self.check(load, tokens), load.cause
+
+    def forgotten(self, owner: bytes) -> weakref.ref[Neighbour]:
+        """The owner's KV cache, as long as a copy refers to it."""
+        left = weakref.ref(self.neighbours._mapped.pop(owner))
+        gc.collect()
+        return left
 
     @property
     def stats(self) -> dict[str, Any]:

@@ -303,7 +303,7 @@ PIN = f"{_CLIENT}.pin"
 SESSION = "vcache_backend.transfer.session:Session"
 COMPARE = "vcache_backend.transfer.sources:MemoryPart.settle"
 COPIER = "vcache_backend.vram_pool.copies.copier:Copier"
-PULL = f"{COPIER}.pull"
+PULL = f"{COPIER}.copy"
 """Places: in the order in which a load comes by, but for the second line."""
 
 

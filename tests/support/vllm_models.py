@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.vllm.scale import TINY
+from benchmarks.vllm.instances import TINY
 
 CONNECTOR: dict[str, Any] = {"kv_connector": "VCacheConnector"}
 """Of `kv_transfer_config`: which connector, by the name that our plugin registers."""

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vcache_backend.vram_pool.copies.copier import HostCopier
-from vcache_backend.vram_pool.copies.geometry import PagedKV
-from vcache_backend.vram_pool.copies.plan import placed, slot_rows
+from vcache_backend.vram_pool.copies.copier import CopyJob, HostCopier
+from vcache_backend.vram_pool.copies.geometry import PagedKV, placed, slot_rows
 
 BLOCK, BLOCKS = 4, 12
 
@@ -110,8 +109,8 @@ def comes_back(kv: PagedKV, chunk_size: int) -> bool:
     before, count = [page.clone() for page in pages], min(kv.blocks_in(chunk_size), kv.num_blocks)
     plan, copier = placed(kv, np.arange(count - 1, -1, -1)), HostCopier()
     rows = slot_rows(kv, chunk_size, plan, np.array([slot.data_ptr()]))
-    copier.gather(kv, *rows)
+    copier.copy(CopyJob(kv, *rows, to_origin=True))
     for page in pages:
         page[:count] = ~page[:count]
-    copier.pull(kv, *rows)
+    copier.copy(CopyJob(kv, *rows))
     return all(map(torch.equal, pages, before))

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from vcache_backend.errors import LayoutError
-from vcache_backend.vram_pool.copies.copier import Copier, HostCopier
+from vcache_backend.vram_pool.copies.copier import Copier, CopyJob, HostCopier
 from vcache_backend.vram_pool.copies.cuda_copier import CudaCopier
-from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
-from vcache_backend.vram_pool.copies.plan import placed, slot_rows
+from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV, placed, slot_rows
 
 POISON = 0xA5
 Make = Callable[[], Copier]
@@ -70,7 +69,7 @@ def test_layers_with_pages_of_several_sizes_move_together(device: str, make: Mak
     kv, ids = PagedKV.describe(caches, BLOCK), [7, 3, 4, 5]
     copier.prepare(kv)
     slots = slots_of(kv, 2, device)
-    assert copier.gather(kv, *rows_of(kv, ids, slots), keep=slots).wait(10)
+    assert copier.copy(CopyJob(kv, *rows_of(kv, ids, slots), slots, to_origin=True)).wait(10)
     by_kind = [caches[layer] for layer in (0, 2, 1, 3, 4)]
     pages = [[raw(cache[block]) for cache in by_kind for block in two] for two in ((7, 3), (4, 5))]
     expected = list(map(torch.cat, pages))
@@ -79,20 +78,20 @@ def test_layers_with_pages_of_several_sizes_move_together(device: str, make: Mak
     mine = layers(device, 2)
     before, here = [cache.clone() for cache in mine], PagedKV.describe(mine, BLOCK)
     chosen = rows_of(here, [-1, 9, 0, 2], slots, holes=True)
-    assert copier.pull(here, *chosen, keep=slots).wait(10)
+    assert copier.copy(CopyJob(here, *chosen, slots)).wait(10)
     # The other KV cache's blocks lie elsewhere in each kind of layers.
     rows = [[0, 5 * BLOCK * 656, 8, 5 * BLOCK * 132], [1, 7 * BLOCK * 656, 6, 7 * BLOCK * 132]]
     third = layers(device, 3)
     both = by_kind, [third[layer] for layer in (0, 2, 1, 3, 4)]
     origins = np.array([[cache.data_ptr() for cache in owner] for owner in both])
-    assert copier.pull(here, np.array(rows), origins).wait(10)
+    assert copier.copy(CopyJob(here, np.array(rows), origins)).wait(10)
     for cache, old, source, other in zip(mine, before, caches, third, strict=True):
         for block, there in ((9, 3), (0, 4), (2, 5), (8, 5)):
             old[block] = source[there]
         old[6] = other[7]
         assert torch.equal(cache, old)
     with pytest.raises(LayoutError, match="rows of 4 and origins of 5 planes are needed"):
-        copier.pull(here, np.array(rows)[:, :3], origins)
+        copier.copy(CopyJob(here, np.array(rows)[:, :3], origins))
 
 
 # ---- what is refused
@@ -107,16 +106,16 @@ def test_layers_with_pages_of_several_sizes_move_together(device: str, make: Mak
         ((-1, 0, 3), "origins -1"),
     ],
 )
-def test_a_pull_to_no_block_or_from_no_origin_is_refused(
+def test_a_copy_to_no_block_or_from_no_origin_is_refused(
     device: str, make: Make, row: tuple[int, int, int], why: str
 ) -> None:
     kv = PagedKV.describe(tensors(device), BLOCK)
     before = [page.clone() for page in kv.pages]
     with pytest.raises(LayoutError, match=why):
-        make().pull(kv, np.array([(0, 0, 0), row]), kv.planes[None, :, 0])
+        make().copy(CopyJob(kv, np.array([(0, 0, 0), row]), kv.planes[None, :, 0]))
     said = r"origins of 6 planes are needed; given are \(2, 3\) and \(1, 5\)"
     with pytest.raises(LayoutError, match=said):
-        make().pull(kv, np.array([(0, 0, 0), (0, 0, 1)]), kv.planes[None, :5, 0])
+        make().copy(CopyJob(kv, np.array([(0, 0, 0), (0, 0, 1)]), kv.planes[None, :5, 0]))
     assert all(torch.equal(page, was) for page, was in zip(kv.pages, before, strict=True))
 
 
@@ -127,7 +126,7 @@ def test_a_pull_to_no_block_or_from_no_origin_is_refused(
 def test_a_completion_tells_when_and_how_long(device: str, make: Make) -> None:
     kv, copier = PagedKV.describe(tensors(device), BLOCK), make()
     slots = slots_of(kv, 2, device)
-    completion = copier.gather(kv, *rows_of(kv, [7, 3, 4, 5], slots), keep=slots)
+    completion = copier.copy(CopyJob(kv, *rows_of(kv, [7, 3, 4, 5], slots), slots, to_origin=True))
     assert completion.wait(10)
     assert completion.done()
     assert completion.seconds is not None

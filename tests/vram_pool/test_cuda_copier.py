@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.vram_pool.copies.copier import NOTHING, Completion, Mark
+from vcache_backend.vram_pool.copies.copier import NOTHING, Completion, CopyJob, Mark
 from vcache_backend.vram_pool.copies.cuda_copier import CudaCompletion, CudaCopier
-from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
-from vcache_backend.vram_pool.copies.plan import placed, slot_rows
+from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV, placed, slot_rows
 
 LONG = 1_000_000_000
 """Cycles for which `torch.cuda._sleep` keeps a stream busy: about half a second."""
@@ -124,10 +123,11 @@ class Room:
         return slot_rows(self.kv, 256, self.plan, addresses)
 
     def gather(self, after: Mark | None = None) -> Completion:
-        return self.copier.gather(self.kv, *self.rows, after, self.slots)
+        job = CopyJob(self.kv, *self.rows, self.slots, to_origin=True)
+        return self.copier.copy(job, after)
 
     def pull(self, after: Mark | None = None) -> Completion:
-        return self.copier.pull(self.kv, *self.rows, after, self.slots)
+        return self.copier.copy(CopyJob(self.kv, *self.rows, self.slots), after)
 
 
 @pytest.mark.gpu
@@ -140,8 +140,9 @@ def test_what_a_pull_reads_is_held_until_it_is_over() -> None:
     rows[:, 1], rows[:, 2] = np.arange(256) * other.kv.planes[0, 1], np.arange(256)
     # The collection of garbage takes long.
     torch.cuda._sleep(4 * LONG)
-    pulled = mine.copier.pull(mine.kv, rows, other.kv.planes[None, :, 0], None, held)
-    del held
+    job = CopyJob(mine.kv, rows, other.kv.planes[None, :, 0], held)
+    pulled = mine.copier.copy(job)
+    del held, job
     gc.collect()
     assert not pulled.done()
     assert alive() is not None
@@ -204,7 +205,8 @@ def test_tables_of_copies_that_wait_in_line_are_not_overwritten() -> None:
         slot = torch.zeros(room.kv.chunk_bytes(16), dtype=torch.uint8, device="cuda")
         addresses = np.array([slot.data_ptr()])
         rows = slot_rows(room.kv, 16, placed(room.kv, np.array([block])), addresses)
-        stored.append((room.copier.gather(room.kv, *rows, None, slot, local=True), slot))
+        job = CopyJob(room.kv, *rows, slot, local=True, to_origin=True)
+        stored.append((room.copier.copy(job), slot))
     for block, (completion, slot) in enumerate(stored):
         assert completion.wait(10)
         assert all_are([slot], block)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-import signal
 import sys
 from collections import Counter
 from importlib.util import find_spec
@@ -28,8 +27,8 @@ from vcache_backend.errors import ConfigError, SegmentError
 app = command.group(
     "Share transformer KV caches among the inference processes of a node.", root=True
 )
-config_app = command.group("Write a configuration file, check one, or show what is in force.")
-segment_app = command.group("Lend memory to the pool, list it, take it back.")
+config_app = command.group("Write a configuration file, or check one and show what is in force.")
+segment_app = command.group("Lend memory to the pool, take it back.")
 app.add_typer(segment_app, name="segment")
 app.add_typer(config_app, name="config")
 
@@ -156,7 +155,7 @@ def clear(
 
 Device = option("DEVICE", "`cuda:N`, a GPU's UUID, `host` or `host:NAME`.", "--device")
 Size = option("SIZE", "For example `64GiB`.", "--bytes", parser=command.nbytes_of)
-Segment = typer.Argument(metavar="ID", help="The segment's id, as `vcache segment list` names it.")
+Segment = typer.Argument(metavar="ID", help="The segment's id, as `vcache status` names it.")
 
 
 @segment_app.command("add")
@@ -183,19 +182,6 @@ def add_segment(
     typer.echo(f"{info.id}: {config.ByteSize(info.nbytes).about} of {info.device} lent")
 
 
-@segment_app.command("list")
-def list_segments(
-    config_file: ConfigFile = None, socket: Socket = None, as_json: Json = False
-) -> None:
-    """List the segments of the pool."""
-    from vcache_backend import tables
-    from vcache_backend.status import plain
-
-    with command.client(config_file, socket) as client:
-        infos = client.list_segments()
-    tables.print_json(plain(infos)) if as_json else tables.show(*tables.segments(infos))
-
-
 @segment_app.command("drop")
 def drop_segment(
     segment: Annotated[str, Segment], config_file: ConfigFile = None, socket: Socket = None
@@ -214,7 +200,6 @@ def drop_segment(
 
 
 NewFile = typer.Argument(metavar="PATH", help="The new file; must not exist. -: print it.")
-File = typer.Argument(metavar="PATH", help="The YAML file.")
 
 
 @config_app.command("init")
@@ -233,17 +218,12 @@ def config_init(path: Annotated[Path, NewFile] = Path("vcache.yaml")) -> None:
     typer.echo(f"{path}: written; its second line says how it is used")
 
 
-@config_app.command("check")
-def config_check(path: Annotated[Path, File]) -> None:
-    """Check a file strictly: an unknown key or an impossible value is an error that names it, its
-    line, and what is possible there."""
-    config.load(path)
-    typer.echo(f"{path}: ok")
-
-
 @config_app.command("show")
 def config_show(config_file: ConfigFile = None, socket: Socket = None) -> None:
-    """Show the configuration in force, with all defaults."""
+    """Show the configuration in force, with all defaults.
+
+    A file is checked strictly: an unknown key or an impossible value is an error that names it, its
+    line, and what is possible there."""
     values = config.dump(command.load(config_file, socket))
     typer.echo(msgspec.yaml.encode(values).decode().rstrip())
 
@@ -287,15 +267,6 @@ def doctor(
         raise typer.Exit(1)
 
 
-@app.command()
-def demo(as_json: Json = False) -> None:
-    """Run a server and two workers that share KV on this machine, and check every byte. Exit code 1
-    if one is wrong."""
-    from vcache_backend.demo import run
-
-    raise typer.Exit(run(as_json))
-
-
 Proved = typer.Argument(metavar="[MODEL]", help="As `vllm serve` takes it. Default: generated.")
 Seconds = option("SECONDS", "Of work under load.", "--seconds", min=0.0, max=3600.0)
 Share = option("WAY", "How instances share.", "--share")
@@ -316,13 +287,9 @@ def prove(
     from vcache_backend import prove as proving
     from vcache_backend.status import plain
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    command.clean_up_if_ended()
     asked = proving.Settings(model, share, seconds)
-    try:
-        proof, shown = proving.run(asked, lambda line: typer.echo(line, err=True))
-    except KeyboardInterrupt:
-        typer.echo("vcache: stopped; nothing was proved", err=True)
-        raise typer.Exit(130) from None
+    proof, shown = proving.run(asked, lambda line: typer.echo(line, err=True))
     good = all(one.ok for one in shown)
     where = str(proofs.write(proof)) if good else ""
     if as_json:

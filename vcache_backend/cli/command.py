@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -101,6 +102,12 @@ def client(path: Path | None, socket: Path | None, reconnect: bool = False) -> C
         made.close()
         raise ServerUnavailable(made.trouble)
     return made
+
+
+def clean_up_if_ended() -> None:
+    """From now on Ctrl-C and SIGTERM raise KeyboardInterrupt: exit code 130."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
 
 
 def nbytes_of(text: str | config.ByteSize) -> config.ByteSize:

@@ -9,8 +9,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from vcache_backend.config import Config
-from vcache_backend.doctor.finding import Finding, fail
-from vcache_backend.doctor.machine import check_gpus, check_kernel, check_packages, check_server
+from vcache_backend.doctor.machine import (
+    Finding,
+    check_gpus,
+    check_kernel,
+    check_packages,
+    check_server,
+    fail,
+)
 from vcache_backend.doctor.model import check_model
 from vcache_backend.doctor.offload import check_offload
 

@@ -1,4 +1,4 @@
-"""Checks Linux, installed packages, GPUs, and the metadata server."""
+"""What a check finds; and checks of Linux, installed packages, GPUs, and the metadata server."""
 
 from __future__ import annotations
 
@@ -8,18 +8,42 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
-from vcache_backend import __version__, proofs
+from vcache_backend import proofs
 from vcache_backend.config import ByteSize, ClientConfig, Config, left_out, whole
-from vcache_backend.doctor.finding import Finding, fail, ok, warn
 from vcache_backend.errors import SegmentError, VCacheError
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import PROTOCOL_VERSION
 from vcache_backend.status import verdict
 from vcache_backend.supported import PACKAGES, VLLM, numbers
 from vcache_backend.vram_pool import cuda_driver, devices
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """The result of one check. advice: what to do, or empty."""
+
+    check: str
+    status: Literal["ok", "warn", "fail"]
+    detail: str
+    advice: str = ""
+
+
+def ok(check: str, detail: str) -> Finding:
+    return Finding(check, "ok", detail)
+
+
+def warn(check: str, detail: str, advice: str) -> Finding:
+    return Finding(check, "warn", detail, advice)
+
+
+def fail(check: str, detail: str, advice: str = "") -> Finding:
+    return Finding(check, "fail", detail, advice)
+
+
+# ---- the system and packages
 
 
 def check_kernel(config: Config) -> Iterator[Finding]:
@@ -67,7 +91,7 @@ def check_packages(config: Config) -> Iterator[Finding]:
 
 def _newer(version: str) -> Finding:
     """Say whether a vLLM that vcache was not tested with was proved here."""
-    ours = {"vllm": version, "vcache": __version__}
+    ours = {"vllm": version, "vcache": proofs.installed()}
     for proof in proofs.believed():
         what = msgspec.structs.asdict(proof.combination)
         if ours.items() <= what.items():

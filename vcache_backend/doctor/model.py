@@ -16,10 +16,8 @@ import msgspec
 
 from vcache_backend import config as configuration
 from vcache_backend.config import ByteSize, Config
-from vcache_backend.doctor.finding import Finding, fail, ok, warn
-from vcache_backend.errors import MAX_LINE_CHARS, SegmentError, printable
-from vcache_backend.vram_pool import devices
-from vcache_backend.vram_pool.memory_budget import LEAST, most_utilization, shortfall
+from vcache_backend.doctor.machine import Finding, fail, ok
+from vcache_backend.errors import MAX_LINE_CHARS, printable
 
 _KINDS = {
     "full": "of full attention",
@@ -47,8 +45,8 @@ class ModelReport(msgspec.Struct, frozen=True):
     settings. hits: end at multiples of this many tokens, in vLLM's own prefix cache and in place.
     refused: why nothing is cached, and what to change, or empty. chunk_size: in tokens.
     chunk_bytes, state_bytes: of a pool's chunk, and of a state beside it; 0 if refused, or if no
-    pool can hold them. utilization: vLLM's default gpu_memory_utilization. trouble: why vLLM does
-    not know the model or cannot be asked; then other fields are missing."""
+    pool can hold them. trouble: why vLLM does not know the model or cannot be asked; then other
+    fields are missing."""
 
     vllm: str = ""
     architecture: str = ""
@@ -60,7 +58,6 @@ class ModelReport(msgspec.Struct, frozen=True):
     chunk_size: int = 0
     chunk_bytes: int = 0
     state_bytes: int = 0
-    utilization: float = 0.0
     trouble: str = ""
 
     def __str__(self) -> str:
@@ -119,7 +116,7 @@ def check_model(name: str, config: Config) -> Iterator[Finding]:
 
 
 def _sizes(model: ModelReport, config: Config) -> Iterator[Finding]:
-    """Say how large the chunks are, what a pool holds, and whether it fits beside vLLM."""
+    """Say how large the chunks are, and what a pool holds."""
     size, lent, whole = model.chunk_size, config.pool.lent, ByteSize(model.chunk_bytes)
     said = f"{whole // size:,} B a token in {model.dtype}, {whole.about} a chunk of {size} tokens"
     said += ", all ranks together"
@@ -128,29 +125,3 @@ def _sizes(model: ModelReport, config: Config) -> Iterator[Finding]:
     yield ok("chunks", said)
     said = f"1 GiB of pool holds {(1 << 30) // whole * size:,} tokens; pool.segment_bytes: {lent}"
     yield ok("pool", f"{said} holds {lent // whole * size:,} a worker and rank")
-    lends = lent > 0 and (config.pool.segment_bytes is not None or not model.in_place)
-    if not lends or config.pool.device.startswith("host"):
-        return
-    try:
-        gpus = sorted({(gpu.name, gpu.total_bytes) for gpu in devices.gpus()})
-    except SegmentError:
-        gpus = []
-    for gpu, total in gpus or [("no GPU here; one of 80 GiB", 80 << 30)]:
-        yield _room(gpu, total, model, config)
-
-
-def _room(gpu: str, total: int, model: ModelReport, config: Config) -> Finding:
-    """Say what a GPU has left for a pool beside vLLM with its default settings."""
-    lent, part = config.pool.lent, model.utilization
-    over = shortfall(total, total - int(total * part), lent, lent, part)
-    beside = f"{gpu}, gpu_memory_utilization {part:g} (vLLM's default)"
-    if over is None:
-        return ok("room", f"{beside}: there is room for {lent}")
-    advice = f"set --gpu-memory-utilization {most_utilization(total, lent):.2f} for all {lent}"
-    if config.pool.segment_bytes is None and over.fits >= LEAST:
-        held = over.fits // model.chunk_bytes * model.chunk_size
-        fits = f"{ByteSize(over.fits).about} of {lent} fit, which hold {held:,} tokens"
-        return warn("room", f"{beside}: {fits}", advice)
-    less = f", or pool.segment_bytes: {ByteSize(over.fits)}" if over.fits else ""
-    none = f"{lent} do not fit: nothing is lent, so nothing is shared"
-    return warn("room", f"{beside}: {none}", advice + less)

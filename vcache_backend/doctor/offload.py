@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from vcache_backend.config import Config
-from vcache_backend.doctor.finding import Finding, fail, ok
+from vcache_backend.doctor.machine import Finding, fail, ok
 from vcache_backend.errors import ConfigError
 from vcache_backend.offload.process import (
     FULL,

@@ -9,7 +9,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import msgspec
@@ -25,8 +25,6 @@ from vcache_backend.protocol import sockets
 from vcache_backend.protocol.sockets import peer
 
 log = logging.getLogger(__name__)
-
-TOO_MANY_FDS = "too many fds are on their way to clients; ask again later"
 
 
 class Connection:
@@ -78,7 +76,8 @@ class Connection:
             except OSError as error:
                 if error.errno != errno.ETOOMANYREFS:  # Linux counts the unread fds of a user
                     raise
-                self.unsent[0] = sockets.encode(m.Error(TOO_MANY_FDS)), (), 0
+                refusal = m.Error("too many fds are on their way to clients; ask again later")
+                self.unsent[0] = sockets.encode(refusal), (), 0
                 continue
             self.granted = self.unsent.popleft()[2]
 
@@ -151,10 +150,6 @@ class Admission:
         return ""
 
 
-FOLLOWED = (m.Find, m.Pin, m.Reserve)
-"""Requests after which the client soon sends another request, so that the loop should spin."""
-
-
 class Clients:
     """All connections. Called from the server's loop, which should not sleep before `spin_until`
     (monotonic clock)."""
@@ -181,7 +176,7 @@ class Clients:
         if connection is not None:
             self._concerned[connection] = None
             if mask & select.EPOLLIN:
-                self._guarded(connection, self._serve)
+                self._serve(connection)
             elif mask & (select.EPOLLHUP | select.EPOLLERR):
                 self._disconnect(connection)
         elif fd == self._admission.fd:
@@ -227,10 +222,10 @@ class Clients:
         if refusal:
             self._refuse(connection, refusal)
 
-    def _guarded(self, connection: Connection, what: Callable[[Connection], None]) -> None:
-        """Run `what` for one connection. An error ends that connection only."""
+    def _serve(self, connection: Connection) -> None:
+        """Read a request and answer it. An error ends this connection only."""
         try:
-            what(connection)
+            self._answer(connection, self._read(connection))
         except BlockingIOError:
             return
         except ProtocolError as error:
@@ -245,13 +240,12 @@ class Clients:
             log.exception("a request of pid %d failed; it is disconnected", connection.pid)
             self._disconnect(connection)
 
-    def _serve(self, connection: Connection) -> None:
-        """Read a request and answer it."""
+    def _read(self, connection: Connection) -> memoryview:
+        """The next message; its fds are in `connection.fds`."""
         data, connection.fds = self._receiver.receive(connection.sock)
         connection.reset |= self._receiver.reset
         if not data:
-            self._disconnect(connection)
-            return
+            raise ConnectionResetError
         if self._receiver.too_long:
             raise ProtocolError(f"a message is longer than the limit of {m.MAX_MESSAGE_BYTES:,} B")
         if self._receiver.lacks_fds:
@@ -259,7 +253,7 @@ class Clients:
             log.warning(said, connection.pid)
         if connection.client is not None:
             connection.client.heard = time.monotonic()
-        self._answer(connection, data)
+        return data
 
     def _answer(self, connection: Connection, data: memoryview) -> None:
         try:
@@ -278,7 +272,7 @@ class Clients:
         if connection.client is None:
             self._greet(connection, request)
             return
-        if isinstance(request, FOLLOWED):
+        if isinstance(request, (m.Find, m.Pin, m.Reserve)):  # others follow soon
             self.spin_until = time.monotonic() + self._spin_seconds
         reply, held = self._service.answer(connection.client, request, connection.fds)
         connection.close_fds()

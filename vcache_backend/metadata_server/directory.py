@@ -18,18 +18,16 @@ import msgspec
 from vcache_backend.metadata_server import resets as namespaces
 from vcache_backend.metadata_server.processes import Peer, ProcessId
 from vcache_backend.metadata_server.resets import MAX_RESETS, Reset, Resets
-from vcache_backend.metadata_server.slots import SLAB_BITS, SlotRegion, padded
+from vcache_backend.metadata_server.slots import (
+    SLAB_BITS,
+    SLAB_SLOTS,
+    SLABS,
+    SlotRegion,
+    padded,
+)
 from vcache_backend.protocol import messages as m
-from vcache_backend.protocol.slot_layout import SLAB_SLOTS, SLABS, SLOTS
+from vcache_backend.protocol.generation_table import SLOTS
 
-SEARCH = 64
-"""How many chunks of other sizes may be older before a slab changes its size."""
-MAX_SEARCH = 2048
-"""The most chunks that one request passes over to evict others: a few milliseconds."""
-MAX_WRITTEN = 1 << 16
-"""About the most slots that are being written or in quarantine: a clearing voids all at once."""
-CLAIM_SECONDS = 120.0
-"""How long a worker may take to allocate its claim. Then other workers may claim the bytes."""
 _SLOT_BITS = SLOTS.bit_length() - 1
 _SLOT_MASK = SLOTS - 1
 _ENOUGH = f"one request reserves at most {m.MAX_SLOTS:,} slots; reserve the others with another one"
@@ -84,6 +82,11 @@ class Directory:
     resets are times in nanoseconds, so those of a later server are larger. Each call takes a
     bounded time; the backlog has the rest of long ones."""
 
+    SEARCH = 64
+    """How many chunks of other sizes may be older before a slab changes its size."""
+    MAX_SEARCH = 2048
+    """The most chunks that one request passes over to evict others: a few milliseconds."""
+
     def __init__(
         self,
         now: Callable[[], float],
@@ -106,13 +109,12 @@ class Directory:
         self._last = max((reset.first for reset in self.resets.values()), default=0)
         self.chunks = OrderedDict[m.ChunkKey, int]()
         """The place of each committed chunk: a region's number and a slot of its table, as one
-        integer. The least recently used first. While `_sweeps` tasks run, some of them do not count
-        any more."""
+        integer. The least recently used first. While a sweep runs, some do not count any more."""
         self._of_space = Counter[bytes]()
         """Chunks by namespace."""
-        self._sweeps = 0
-        self._unswept = 0
-        """Resets since the running sweep began, and its own; 0 if none runs."""
+        self._stale = dict[int, None]()
+        """The regions whose chunks a sweep has yet to look at."""
+        self._sweeping = False
         self._writes: dict[int, _Write] = {}
         """In order of deadlines: all last equally long."""
         self._pending: dict[m.ChunkKey, int] = {}
@@ -159,8 +161,7 @@ class Directory:
                     void[at] = [place for place in places if place >> _SLOT_BITS != number]
                     if not void[at]:
                         self._leave(process, at)
-            self._sweeps += 1
-            self._backlog.begin(self._empty(number))
+            self._begin_sweep([number])
         return chunks
 
     # ---- reading
@@ -168,7 +169,7 @@ class Directory:
     def places(self, keys: Sequence[m.ChunkKey]) -> list[int | None]:
         """The place of each chunk; None if it is not in the pool."""
         places = list(map(self.chunks.get, keys))
-        if self._sweeps:
+        if self._sweeping:
             return [self._counts(key, at) for key, at in zip(keys, places, strict=True)]
         return places
 
@@ -412,8 +413,9 @@ class Directory:
     def _refusal(self, client: Peer, nbytes: int) -> tuple[m.Refusal | None, str]:
         """Explain why no chunk of this size can get a slot now; (None, "") if a chunk can."""
         written = sum(len(write.places) for write in self._writes.values())
-        if written + self.quarantined().total() >= MAX_WRITTEN:
-            busy = f"{MAX_WRITTEN:,} slots are being written or in quarantine: see `vcache status`"
+        written += self.quarantined().total()
+        if written >= 1 << 16:  # a clearing voids all at once
+            busy = f"{written:,} slots are being written or in quarantine: see `vcache status`"
             return m.Refusal.FULL, busy
         largest = max((r.nbytes for r in self.regions.values() if _usable(r, client)), default=-1)
         if largest < 0:
@@ -432,7 +434,7 @@ class Directory:
     def _room(self, client: Peer, size: int, most: int) -> list[int]:
         """Take up to so many slots of this size, which the caller grants at once."""
         taken = list(islice(self._free_slots(client, size), most))
-        looks, slots = MAX_SEARCH, SLAB_SLOTS
+        looks, slots = self.MAX_SEARCH, SLAB_SLOTS
         while len(taken) < most and looks > 0 and slots > 0:
             equal, others, passed = self._victims(client, size, most - len(taken), looks)
             for key, place in equal:
@@ -440,7 +442,7 @@ class Directory:
                 self.regions[place >> _SLOT_BITS].evictions += 1
                 taken.append(place)
             self.counters["evicted"] += len(equal)
-            looks -= max(len(passed), MAX_SEARCH // 8)
+            looks -= max(len(passed), self.MAX_SEARCH // 8)
             if equal and looks > 0:
                 continue
             before = len(taken)
@@ -510,7 +512,7 @@ class Directory:
                 if usable:
                     others[at] = None
                     since += 1
-            if len(equal) == most or since == SEARCH or len(passed) == looks:
+            if len(equal) == most or since == self.SEARCH or len(passed) == looks:
                 break
         return equal, list(others), passed
 
@@ -585,37 +587,34 @@ class Directory:
                 self._quarantine(number)
         for name in [b""] if b"" in changed else changed:
             self._on_reset(name)
-        self._unswept += 1
-        if self._unswept == 1:
-            self._sweeps += 1
+        self._begin_sweep(self.regions)
+
+    def _begin_sweep(self, regions: Iterable[int]) -> None:
+        self._stale |= dict.fromkeys(regions)
+        if not self._sweeping:
+            self._sweeping = True
             self._backlog.begin(self._sweep())
 
     def _sweep(self) -> Steps:
-        """Forget the chunks of before the last reset. One sweep runs at a time: however many resets
-        come meanwhile, one more follows."""
-        self._unswept = 1
-        for region in list(self.regions.values()):
+        """Forget the chunks of before the last reset and of dropped segments, and those segments.
+        One sweep runs at a time: however many resets come meanwhile, one more follows."""
+        for number in list(self._stale):
+            del self._stale[number]
+            region = self.regions[number]
             yield from self._forget_in(region)
-        self._unswept -= 1
-        if self._unswept:
+            if region.state == "draining":
+                self._stale.pop(number, None)
+                del self.regions[number]
+                region.table.close()
+        if self._stale:
             self._backlog.later(self._sweep())
         else:
-            self._sweeps -= 1
-
-    def _empty(self, number: int) -> Steps:
-        """Forget the chunks of a segment that was dropped, then the segment."""
-        region = self.regions[number]
-        yield from self._forget_in(region)
-        self._sweeps -= 1
-        del self.regions[number]
-        region.table.close()
+            self._sweeping = False
 
     def _forget_in(self, region: SlotRegion) -> Steps:
         for number, slab in enumerate(region.slabs):
             for slot in range(slab.place.slots):
                 yield
-                if region.table.fd < 0:  # dropped meanwhile
-                    return
                 for one in region.table.occupied(number << SLAB_BITS | slot, 1):
                     place = self.chunks.get(one.key)
                     mine = place is not None and self._at(place) == (region, one.slot)
@@ -629,8 +628,8 @@ class Directory:
         region = self.regions[number]
         for at, slab in enumerate(region.slabs):
             first = at << SLAB_BITS
-            for start in range(first, first + slab.place.slots, SEARCH):
-                stop = min(start + SEARCH, first + slab.place.slots)
+            for start in range(first, first + slab.place.slots, self.SEARCH):
+                stop = min(start + self.SEARCH, first + slab.place.slots)
                 yield from repeat(None, stop - start)
                 if region.state != "live":
                     return
@@ -680,8 +679,8 @@ class Claims:
             if claimed == device and now <= until
         )
         nbytes = max(missing - others, 0)
-        if nbytes:
-            self._of_client[client] = device, nbytes, now + CLAIM_SECONDS
+        if nbytes:  # whoever takes longer to allocate it may have failed
+            self._of_client[client] = device, nbytes, now + 120
         return nbytes
 
     def end(self, client: int) -> None:

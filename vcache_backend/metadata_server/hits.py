@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from math import lcm
 from typing import NamedTuple
 
@@ -18,10 +17,6 @@ MAX_LOOKS = 16_384
 _SCANNED = 64
 """How many blocks are looked for at once before a missing block."""
 
-Bound = Callable[[int, int, int], int]
-"""Of a table and its blocks [first, stop), which a hit needs: -1 if all are there; otherwise the
-number of leading blocks behind which no hit can end."""
-
 
 def needed(table: m.BlockTable, end: int) -> tuple[int, int]:
     """The blocks [first, stop) that a hit which ends after `end` hashes needs of a table."""
@@ -33,26 +28,6 @@ def needed(table: m.BlockTable, end: int) -> tuple[int, int]:
             return stop - stop % max(1, table.reach), stop
         case _:
             return max(0, stop - table.reach), stop
-
-
-def longest_end(tables: Sequence[m.BlockTable], limit: int, bound: Bound) -> int:
-    """Where the longest hit ends, in hashes: at most at `limit`, at a common end of all tables'
-    blocks, with all that the tables other than full ones need.
-
-    Goes from the longest end down, and asks little of an end that has no last block."""
-    unit = lcm(*(table.scale for table in tables))
-    others = [(number, table) for number, table in enumerate(tables) if table.kind != "full"]
-    others.sort(key=lambda one: one[1].reach)  # what rules most ends out comes first
-    end = limit - limit % unit
-    while end > 0:
-        for number, table in others:
-            lacks = bound(number, *needed(table, end))
-            if lacks >= 0:
-                end = min(lacks * table.scale, end - 1) // unit * unit
-                break
-        else:
-            return end
-    return 0
 
 
 class Piece(msgspec.Struct):
@@ -161,35 +136,35 @@ class HitSearch:
         are not full, and this."""
         best, whose = 0, list[Piece]()
         for instance, there in others:
-            end = longest_end(self.tables, limit, partial(self._bound, there, best))
-            if end > best and (pieces := self._pieces(end, instance, there)) is not None:
+            end, pieces = self._longest(limit, best, instance, there)
+            if end > best:
                 best, whose = end, pieces
         return best, whose
 
-    def _pieces(
-        self, end: int, instance: m.InstanceId, there: InstancePublications
-    ) -> list[Piece] | None:
-        """What a hit needs of the instance's tables that are not full; None if it has just gone."""
-        made = list[Piece]()
-        for number, table in enumerate(self.tables):
-            first, stop = needed(table, end)
-            if table.kind != "full" and first < stop:
-                piece = self._follow(number, first, stop, instance, there)
-                if piece.stop < stop:
-                    return None
-                made.append(piece)
-        return made
+    def _longest(
+        self, limit: int, least: int, instance: m.InstanceId, there: InstancePublications
+    ) -> tuple[int, list[Piece]]:
+        """Where an instance's longest hit ends, and its pieces; 0 unless it is longer than `least`.
 
-    def _bound(
-        self, there: InstancePublications, best: int, table: int, first: int, stop: int
-    ) -> int:
-        """See `Bound`. best: a hit that is not longer than so many hashes is not looked for."""
-        if self.left <= 0 or stop * self.tables[table].scale <= best:
-            return 0
-        at, self.left = there.follow_back(table, self.of(table), first, stop, self.left)
-        if at == first:
-            return -1
-        return self._below(there, table, at - 1) if self.left > 0 else 0
+        Goes from the longest end down. An end is a common one of all tables' blocks, and asks
+        first for what rules most ends out."""
+        unit = lcm(*(table.scale for table in self.tables))
+        tables = [one for one in enumerate(self.tables) if one[1].kind != "full"]
+        tables.sort(key=lambda one: one[1].reach)
+        end = limit // unit * unit
+        while end > least and self.left > 0:
+            pieces = list[Piece]()
+            for number, table in tables:
+                first, stop = needed(table, end)
+                piece = self._follow(number, first, stop, instance, there)
+                if piece.stop < stop:  # all hits that end behind this block need it
+                    lacks = self._below(there, number, piece.stop)
+                    end = min(lacks * table.scale, end - 1) // unit * unit
+                    break
+                pieces.append(piece)
+            else:
+                return end, pieces
+        return 0, []
 
     def _below(self, there: InstancePublications, table: int, stop: int) -> int:
         """Behind how many of the first `stop` blocks a hit can end."""

@@ -25,10 +25,6 @@ from vcache_backend.protocol import messages as m
 
 log = logging.getLogger(__name__)
 
-MAX_INSTANCES = 64
-MAX_READS = 256
-"""The most reads in the statistics; the reads with the most bytes come first."""
-
 
 class ShownPart(msgspec.Struct):
     """The part of an instance that a connection shows: a scheduler's generation table, or the
@@ -60,35 +56,41 @@ class SharedInstance:
         self, instance: m.InstanceId, resident: int, stopped: Callable[[ProcessId], bool]
     ) -> m.InstanceStats:
         join, scheduler = self.join, self.parts.get(m.SCHEDULER)
-        return m.InstanceStats(
+        return described(
+            scheduler.peer if scheduler is not None else None,
+            [part.peer for part in self.parts.values()],
+            stopped,
             id=instance.hex(),
             device=self.shapes[min(self.shapes)].device if self.shapes else "",
-            pid=scheduler.peer.process.pid if scheduler is not None else 0,
             blocks=join.blocks if join is not None else 0,
             resident=resident,
             ranks=join.ranks if join is not None else len(self.shapes),
             missing=self.missing(),
-            name=scheduler.peer.name if scheduler is not None else "",
             namespace=join.namespace.hex() if join is not None else "",
-            orphan=orphan(scheduler.peer) if scheduler is not None else 0,
-            vllm=printable(scheduler.peer.layout.get("vllm", "")) if scheduler is not None else "",
             early=scheduler is not None and not scheduler.peer.asked,
-            **liveness((part.peer for part in self.parts.values()), stopped),
         )
 
 
-def liveness(peers: Iterable[Peer], stopped: Callable[[ProcessId], bool]) -> dict[str, Any]:
-    """Fill `InstanceStats.silent` and `.stopped` for an instance with these connections."""
-    peers = list(peers)
-    heard = min((peer.heard for peer in peers), default=0.0)
+def described(
+    first: Peer | None, peers: Iterable[Peer], stopped: Callable[[ProcessId], bool], **more: Any
+) -> m.InstanceStats:
+    """An instance with these connections, the first of which, if any, names it."""
+    silent = max(0.0, time.monotonic() - min(peer.heard for peer in peers))
     own = dict.fromkeys(peer.process for peer in peers)
     pid = next((process.pid for process in own if stopped(process)), 0)
-    return {"silent": round(max(0.0, time.monotonic() - heard), 1), "stopped": pid}
-
-
-def orphan(peer: Peer) -> int:
-    """Fill `InstanceStats.orphan`: an ended parent's children get another one."""
-    return peer.spawner if processes.parent(peer.process) not in (0, peer.spawner) else 0
+    made = m.InstanceStats("", "", 0, 0, 0, silent=round(silent, 1), stopped=pid)
+    if first is not None:
+        # An ended parent's children get another one.
+        apart = processes.parent(first.process) not in (0, first.spawner)
+        made = msgspec.structs.replace(
+            made,
+            pid=first.process.pid,
+            name=first.name,
+            namespace=first.namespace,
+            orphan=first.spawner if apart else 0,
+            vllm=printable(first.layout.get("vllm", "")),
+        )
+    return msgspec.structs.replace(made, **more)
 
 
 class InstanceRegistry:
@@ -134,8 +136,8 @@ class InstanceRegistry:
         if len(fds) != count:
             raise Refused(f"{len(fds)} fds came along; its {count} regions need one each")
         self._check(client, instance, rank, count)
-        if self._is_new(client, instance, rank, cache):
-            self._residents.empty(instance)
+        if self._is_new(client, instance, rank, cache) and instance in self._residents.of:
+            self._residents.of[instance].clear()
         self._enter(client, instance, rank, fds, cache).shapes[rank] = cache
         self._changed(instance)
         return m.Count(count)
@@ -197,9 +199,9 @@ class InstanceRegistry:
     # ---- statistics
 
     def reads(self, clients: Iterable[Peer]) -> list[m.ReadStats]:
-        """The reads that these clients reported: the rows with the most bytes."""
+        """The 256 reads with the most bytes that these clients reported."""
         rows = ((read, client) for client in clients for read in client.reads)
-        most = nlargest(MAX_READS, rows, key=lambda row: (row[0].nbytes, row[0].refused))
+        most = nlargest(256, rows, key=lambda row: (row[0].nbytes, row[0].refused))
         names = {part.peer.id: id_ for id_, part in self._parts()}
         return [
             m.ReadStats(
@@ -215,9 +217,8 @@ class InstanceRegistry:
         ]
 
     def stats(self, stopped: Callable[[ProcessId], bool]) -> list[m.InstanceStats]:
-        return [
-            each.stats(id_, self._residents.blocks(id_), stopped) for id_, each in self._of.items()
-        ]
+        live = {id_: publications.live for id_, publications in self._residents.of.items()}
+        return [each.stats(id_, live.get(id_, 0), stopped) for id_, each in self._of.items()]
 
     # ---- inside
 
@@ -235,8 +236,8 @@ class InstanceRegistry:
         if part is not None and part.peer.process != client.process:
             pid = part.peer.process.pid
             raise Refused(f"pid {pid} is this part already; an id names one start of one instance")
-        if instance not in self._of and len(self._of) >= MAX_INSTANCES:
-            raise Refused(f"{MAX_INSTANCES} instances share in place already: that is the limit")
+        if instance not in self._of and len(self._of) >= 64:
+            raise Refused("64 instances share in place already: that is the limit")
         if self._spare() < fds:
             raise Refused(f"{self.descriptors} fds of instances are kept; raise ulimit -n")
 
@@ -289,11 +290,11 @@ class InstanceRegistry:
     def _changed(self, id_: m.InstanceId) -> None:
         """Update the instance after a part came or went."""
         instance = self._of[id_]
-        if instance.parts:
-            self._residents.show(id_, not instance.missing())
-        else:
+        if not instance.parts:
             del self._of[id_]
             self._residents.close(id_)
+        elif id_ in self._residents.of:
+            self._residents.of[id_].whole = not instance.missing()
 
 
 def _mapped(join: m.Join, fd: int) -> ForeignTable:

@@ -14,12 +14,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 
+from vcache_backend import log_format
 from vcache_backend.backoff import Backoff
 from vcache_backend.config import ServerConfig
-from vcache_backend.errors import MAX_LINE_CHARS, ConfigError, printable
+from vcache_backend.errors import ConfigError
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.connections import Admission, Clients
 from vcache_backend.metadata_server.endpoint import Endpoint
@@ -29,20 +29,19 @@ from vcache_backend.protocol import sockets
 
 log = logging.getLogger(__name__)
 
-AGAIN_SECONDS = 5.0
-LONGEST_SECONDS = 320.0
-
 
 class MonitorProcess:
-    """Restarts a process that has ended, `AGAIN_SECONDS` after the last start. These pauses double
-    up to `LONGEST_SECONDS`: it may be unable to listen, for example at a port in use."""
+    """Restarts a process that has ended, `FIRST` seconds after the last start. These pauses double:
+    it may be unable to listen, for example at a port in use."""
+
+    FIRST = 5.0
 
     def __init__(self, config: ServerConfig) -> None:
         # `-P`: the current folder is nobody's package here.
-        self._command = [sys.executable, "-P", "-m", "vcache_backend.monitor"]
+        self._command = [sys.executable, "-P", "-m", "vcache_backend.monitor.web"]
         self._command += [str(config.path), config.metrics]
         self._process: subprocess.Popen[bytes] | None = None
-        self._pauses, self._again_at = Backoff(AGAIN_SECONDS, LONGEST_SECONDS), 0.0
+        self._pauses, self._again_at = Backoff(self.FIRST, 64 * self.FIRST), 0.0
 
     def tick(self) -> None:
         """Start the process if it does not run. Called in every tick of the server."""
@@ -70,34 +69,6 @@ class MonitorProcess:
             self._process.kill()
             self._process.communicate()
             self._process = None
-
-
-LINES, SECONDS = 300, 2.0
-
-
-class LineLimit(logging.Filter):
-    """Drops lines beyond `LINES` at once, and then more than a line every `SECONDS`. Makes each
-    message one printable line. Add it to the log's handler."""
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        super().__init__()
-        self._now = now
-        self._free_at, self._dropped = 0.0, 0
-        """When `LINES` lines are allowed again, and the lines dropped since the last line."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether to write the line. A written line says how many earlier lines were dropped."""
-        now = self._now()
-        free_at = max(self._free_at, now) + SECONDS
-        if free_at > now + LINES * SECONDS:
-            self._dropped += 1
-            return False
-        self._free_at = free_at
-        record.msg, record.args = printable(record.getMessage(), MAX_LINE_CHARS), None
-        if self._dropped:
-            record.msg += f" (lines dropped before this one: {self._dropped:,})"
-            self._dropped = 0
-        return True
 
 
 class Server:
@@ -210,7 +181,7 @@ def serve(config: ServerConfig) -> None:
     millions of chunks would stop the loop for a noticeable time."""
     server = Server(config)
     for handler in logging.getLogger().handlers:
-        handler.addFilter(LineLimit())
+        handler.addFilter(log_format.LineLimit())
     gc.disable()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())

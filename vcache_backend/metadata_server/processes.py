@@ -19,7 +19,7 @@ from queue import SimpleQueue
 import msgspec
 
 from vcache_backend import threads
-from vcache_backend.protocol.messages import TOKEN_BITS, Medium, Reads, Reply, SegmentId
+from vcache_backend.protocol.messages import Medium, Reads, Reply, SegmentId
 
 log = logging.getLogger(__name__)
 
@@ -143,9 +143,7 @@ def _fields_of(process: ProcessId) -> list[bytes]:
 def identity(pid: int, token: int = 0) -> ProcessId:
     """Identify process `pid` for good. An invisible process (pid 0) is identified by the token that
     it sent, or by a new token."""
-    return (
-        ProcessId(pid, started(pid)) if pid else ProcessId(0, token or secrets.randbits(TOKEN_BITS))
-    )
+    return ProcessId(pid, started(pid)) if pid else ProcessId(0, token or secrets.randbits(63))
 
 
 def lives(process: ProcessId) -> bool:

@@ -16,12 +16,6 @@ from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.processes import Peer
 from vcache_backend.protocol import messages as m
 
-MAX_PROMISED = 1 << 16
-"""The most promised chunks of all clients, some 250 B each, which a reset drops in one turn. A
-promise has `MAX_KEYS` at most."""
-QUIET_SECONDS = 120.0
-"""A promise is dropped after this time without a chunk: longer than any step takes."""
-
 
 class OpenPromise(msgspec.Struct, gc=False, eq=False):
     """The promise of one request of `client`. left: the chunks that have not arrived (keys of rank
@@ -41,6 +35,12 @@ class OpenPromise(msgspec.Struct, gc=False, eq=False):
 
 class Promises:
     """All promises. Called from the server's loop; `now` is a monotonic clock in seconds."""
+
+    MAX_PROMISED = 1 << 16
+    """The most promised chunks of all clients, some 250 B each, which a reset drops in one turn. A
+    promise has `MAX_KEYS` at most."""
+    QUIET_SECONDS = 120.0
+    """A promise is dropped after this time without a chunk: longer than any step takes."""
 
     def __init__(self, counters: Counter[str], now: Callable[[], float]) -> None:
         self._counters, self._now = counters, now
@@ -141,7 +141,7 @@ class Promises:
 
     def tick(self) -> None:
         oldest = list(islice(self._quiet, 64))
-        self._drop([old for old in oldest if old.at + QUIET_SECONDS < self._now()])
+        self._drop([old for old in oldest if old.at + self.QUIET_SECONDS < self._now()])
 
     # ---- inside
 
@@ -158,7 +158,7 @@ class Promises:
         promised = self._of.get(client.id, {}).get(number)
         if promised is None:
             promised = OpenPromise(client, number, ranks, 0.0, client.chunk_seconds, {})
-        room = min(MAX_PROMISED - len(self._by_key), m.MAX_KEYS - len(promised.left))
+        room = min(self.MAX_PROMISED - len(self._by_key), m.MAX_KEYS - len(promised.left))
         new = [key for key in lacking if key not in promised.left][: max(0, room)]
         for key in self._by_key.keys() & new:
             self._remove(self._by_key[key], [key])

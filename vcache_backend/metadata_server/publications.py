@@ -19,15 +19,9 @@ from typing import Any, Literal, NamedTuple
 from vcache_backend.errors import Refused
 from vcache_backend.protocol import generation_table
 from vcache_backend.protocol import messages as m
-from vcache_backend.protocol.slot_layout import DEAD_AT
 
 BLOCK_BYTES = 256
 """About how much of the server's memory an instance takes for each of its blocks."""
-MAX_MOVED = 1024
-"""How many blocks a publication moves at most, to make room in the log. It drops the others, each a
-miss."""
-MAX_ALIKE = 16
-"""The most blocks of one name that are told apart."""
 COMPARED = 16
 """As many blocks of a run are compared in the time of a look into the tables."""
 Chunk = tuple[int, int, int]
@@ -62,7 +56,7 @@ class ForeignTable:
         memory = memoryview(generation_table.mapped(fd, instance, blocks))
         first = mmap.PAGESIZE
         self.counters = memory[first : first + blocks * m.GENERATION_BYTES].cast("Q")
-        self._dead = memory[DEAD_AT : DEAD_AT + 4].cast("I")
+        self._dead = memory[generation_table.DEAD_AT :][:4].cast("I")
 
     @property
     def dead(self) -> bool:
@@ -79,6 +73,12 @@ class InstancePublications:
 
     The log has twice as many places as the instance has blocks. New blocks overwrite the oldest
     places; what is still right there is moved to the end. Place 0 is empty."""
+
+    MAX_MOVED = 1024
+    """How many blocks a publication moves at most, to make room in the log. It drops the others,
+    each a miss."""
+    MAX_ALIKE = 16
+    """The most blocks of one name that are told apart."""
 
     def __init__(self, join: m.Join, table: ForeignTable) -> None:
         self.join, self.table, self._counters = join, table, table.counters
@@ -99,8 +99,8 @@ class InstancePublications:
         """The blocks' numbers and generations, packed; the next two are the same memory."""
         self._numbers: memoryview[int] = memoryview(self._packed).cast("I")
         self._generations: memoryview[int] = memoryview(self._counted).cast("Q")
-        self._begins, self._stops = _numbers("I", size), _numbers("I", size)
-        """For each place, where its run begins and stops."""
+        self._stops = _numbers("I", size)
+        """For each place, where its run stops. Newer runs overwrite the beginning of it first."""
         self._earlier = _numbers("I", size)
         """For each place, an earlier one of the same name, if it still has the name; or 0."""
         self._agreed, self._all = _numbers("Q", size), (1 << self.ranks) - 1
@@ -150,7 +150,7 @@ class InstancePublications:
                 return at
         at, found = self._newest(name), 0
         # Of the newest one some ranks may still be to come.
-        for _ in range(MAX_ALIKE):
+        for _ in range(self.MAX_ALIKE):
             if not at:
                 break
             if self._agreed[at] == self._all and self._is_right(at):
@@ -180,25 +180,6 @@ class InstancePublications:
             at += count
         return Followed(at, blocks, generations, looks)
 
-    def follow_back(
-        self, table: int, hashes: bytes, first: int, stop: int, looks: int
-    ) -> tuple[int, int]:
-        """Where the blocks begin that are here and unchanged without a gap up to `stop`, and the
-        remaining looks. Like `follow`, but goes back to `first`, and relies on hashes of prefixes:
-        what comes before equal hashes is equal. `follow` compares it."""
-        end, size, at = self._suffixes[table], m.HASH_BYTES, stop
-        while at > first and looks > 0:
-            looks -= 1
-            if not (place := self.at(hashes[(at - 1) * size : at * size] + end)):
-                break
-            count = place + 1 - self._begins[place]
-            if count > 1:
-                count = min(place + 1 - self._begin(place), at - first)
-                count -= 1 + self._right(place + 1 - count, place + 1).rfind(0)
-            looks -= count // COMPARED
-            at -= count
-        return at, looks
-
     def has(self, hash_: bytes) -> bool:
         """Whether the leading table has a block of this hash."""
         return self.at(hash_ + self._suffixes[self.leading]) > 0
@@ -207,7 +188,7 @@ class InstancePublications:
         """The chunk that ends with this hash; None if it is not in one run."""
         at = self.at(hash_ + self._suffixes[self.leading])
         first = at + 1 - self.each
-        if not at or first < self._begin(at) or 0 in self._right(first, at + 1):
+        if first < 1 or self._stops[first] != self._stops[at] or 0 in self._right(first, at + 1):
             return None
         return self._numbers[at], self._generations[at], self._numbers[first]
 
@@ -261,7 +242,7 @@ class InstancePublications:
     def _same(self, name: bytes, block: int, generation: int) -> int:
         """The place at which a block is already; 0: none."""
         at = self.named.get(name, 0)
-        for _ in range(MAX_ALIKE):
+        for _ in range(self.MAX_ALIKE):
             if not at or (self._numbers[at] == block and self._generations[at] == generation):
                 return at
             at = self._before(at, name)
@@ -280,7 +261,7 @@ class InstancePublications:
             table, hashes, numbers, generations, agreed = queue.popleft()
             count = len(numbers)
             moved += count
-            if not count or moved > MAX_MOVED:
+            if not count or moved > self.MAX_MOVED:
                 continue
             if self._next + count > self._size:
                 queue.extend(self._cleared(self._next, self._size))
@@ -293,7 +274,6 @@ class InstancePublications:
             self._numbers[first:stop] = array("I", numbers)
             self._generations[first:stop] = array("Q", generations)
             self._agreed[first:stop] = array("Q", agreed)
-            self._begins[first:stop] = array("I", [first]) * count
             self._stops[first:stop] = array("I", [stop]) * count
             end, named, places = self._suffixes[table], self.named, self._place_of
             names = struct.iter_unpack(f"{m.HASH_BYTES}s", hashes)
@@ -315,7 +295,7 @@ class InstancePublications:
             here = kept and self._is_right(at)
             if kept:
                 self._forget(at)
-            if begin and (not here or self._begins[at] == at):
+            if begin and (not here or self._stops[at] != self._stops[begin]):
                 pieces.append(self._piece(begin, at))
                 begin = 0
             begin = begin or (at if here else 0)
@@ -348,18 +328,13 @@ class InstancePublications:
 
     def _before(self, at: int, name: bytes) -> int:
         """The place that had the name before this one, and still has it; 0: none."""
-        for _ in range(MAX_ALIKE):
+        for _ in range(self.MAX_ALIKE):
             at = self._earlier[at]
             if not at or self._name(at) != name:
                 break
             if self._place_of[self._numbers[at]] == at:
                 return at
         return 0
-
-    def _begin(self, at: int) -> int:
-        """Where a place's run begins, as far as newer ones have not overwritten it."""
-        begin = self._begins[at]
-        return self._next if begin < self._next <= at else begin
 
     def _name(self, at: int) -> bytes:
         hash_ = bytes(self._hashes[at * m.HASH_BYTES : (at + 1) * m.HASH_BYTES])

@@ -14,7 +14,7 @@ import msgspec
 
 from vcache_backend.errors import MAX_LINE_CHARS, MAX_SHOWN_CHARS, printable
 from vcache_backend.metadata_server import processes
-from vcache_backend.metadata_server.instances import liveness, orphan
+from vcache_backend.metadata_server.instances import described
 from vcache_backend.metadata_server.processes import Peer, ProcessId
 from vcache_backend.protocol import messages as m
 
@@ -22,22 +22,10 @@ if TYPE_CHECKING:
     from vcache_backend.metadata_server.requests import Service
 
 
-MAX_LINES = 8
-"""The most lines about other namespaces in one welcome."""
 MAX_NAMESPACES = 128
 """The most namespaces that the statistics name."""
 MAX_COMPARED = 16
 """The most namespaces of one model that are compared, and the most instances named for a value."""
-MAX_MISMATCHES = 64
-"""The most mismatches in the statistics."""
-MAX_REPORTS = 64
-_APART = ("namespace", "pp_rank", "vllm")
-"""Fields that differ only with other fields, between the stages of one instance, or for people."""
-_SEED = (
-    "start all instances with the same PYTHONHASHSEED (0 for example), and the same hash algorithm"
-)
-ADVICE = {"extra.hash_root": _SEED}
-"""Advice for fields whose names do not name the setting. Both integrations have `hash_root`."""
 
 
 class Layouts:
@@ -58,7 +46,7 @@ class Layouts:
         others = self._by_model()[client.layout["model"]] if client.layout else {}
         others.pop(client.namespace, None)
         self.clients[client.id] = client
-        lines = [_line(client, peers[0]) for peers in list(others.values())[:MAX_LINES]]
+        lines = [_line(client, peers[0]) for peers in list(others.values())[:8]]
         return [line for line in lines if line]
 
     def drop(self, client: int) -> None:
@@ -91,21 +79,12 @@ class Layouts:
             if each.layout and each.process not in in_place:
                 identity = (each.name, each.parent) if each.name and each.parent else each.id
                 instances[identity] += [each, *children[each.process.pid]]
-        return [
-            m.InstanceStats(
-                "",
-                next((peer.device for peer in peers if peer.medium == "cuda"), peers[0].device),
-                peers[0].process.pid,
-                0,
-                0,
-                name=peers[0].name,
-                namespace=peers[0].namespace,
-                orphan=orphan(peers[0]),
-                vllm=printable(peers[0].layout.get("vllm", "")),
-                **liveness(peers[: m.MAX_RANKS], stopped),
-            )
-            for peers in list(instances.values())[:MAX_NAMESPACES]
-        ]
+        made = list[m.InstanceStats]()
+        for peers in list(instances.values())[:MAX_NAMESPACES]:
+            gpus = (peer.device for peer in peers if peer.medium == "cuda")
+            device = next(gpus, peers[0].device)
+            made.append(described(peers[0], peers[: m.MAX_RANKS], stopped, device=device))
+        return made
 
     def namespaces(self) -> dict[str, str]:
         clients = self.clients.values()
@@ -119,9 +98,9 @@ class Layouts:
         """The fields in which connected instances of one model differ now."""
         mismatches: list[m.Mismatch] = []
         for groups in self._by_model().values():
-            if len(groups) > 1 and len(mismatches) < MAX_MISMATCHES:
+            if len(groups) > 1 and len(mismatches) < 64:
                 mismatches += _mismatches(list(groups.values())[:MAX_COMPARED])
-        return mismatches[:MAX_MISMATCHES]
+        return mismatches[:64]
 
     def _by_model(self) -> dict[str, dict[str, list[Peer]]]:
         """The instances of each model, by namespace."""
@@ -136,7 +115,9 @@ def _mismatches(groups: list[list[Peer]]) -> list[m.Mismatch]:
     """The fields in which groups of equal instances of one model differ."""
     layouts = [group[0].layout for group in groups]
     mismatches: list[m.Mismatch] = []
-    for name in sorted({name for layout in layouts for name in layout}.difference(_APART)):
+    # These differ only with other fields, between the stages of one instance, or for people.
+    apart = {"namespace", "pp_rank", "vllm"}
+    for name in sorted({name for layout in layouts for name in layout} - apart):
         holders = defaultdict[str, list[Peer]](list)
         for layout, group in zip(layouts, groups, strict=True):
             holders[layout.get(name, "")] += group[:MAX_COMPARED]
@@ -146,7 +127,10 @@ def _mismatches(groups: list[list[Peer]]) -> list[m.Mismatch]:
                 for value, instances in holders.items()
             ]
             model, field = printable(layouts[0]["model"]), printable(name)
-            mismatches.append(m.Mismatch(model, field, values, ADVICE.get(name, "")))
+            # The only field that does not name the setting.
+            seed = "start all instances with the same PYTHONHASHSEED (0 for example), and the same"
+            advice = f"{seed} hash algorithm" if name == "extra.hash_root" else ""
+            mismatches.append(m.Mismatch(model, field, values, advice))
     return mismatches
 
 
@@ -159,18 +143,13 @@ def _short(text: str) -> str:
 
 def _line(new: Peer, other: Peer) -> str:
     """Say in words why two instances of one model do not share; empty if no field differs."""
-    mismatches = _mismatches([[new], [other]])[:MAX_LINES]
-    if not mismatches:
-        return ""
-    differ = [
-        f"{each.field}: {each.values[0][0]!r} here, {each.values[1][0]!r} there"
-        for each in mismatches
-    ]
-    advice = dict.fromkeys(each.advice for each in mismatches if each.advice)
-    whose = f"another instance of {mismatches[0].model!r} ({_who(other)})"
-    return "; ".join(
-        [f"{whose} does not share its chunks with this one: {differ[0]}", *advice, *differ[1:]]
-    )[:MAX_LINE_CHARS]
+    said = list[str]()
+    for each in _mismatches([[new], [other]])[:8]:
+        values = f"{each.values[0][0]!r} here, {each.values[1][0]!r} there"
+        said += filter(None, (f"{each.field}: {values}", each.advice))
+    whose = f"another instance of {printable(new.layout['model'])!r} ({_who(other)})"
+    what = f"{whose} does not share its chunks with this one: "
+    return (what + "; ".join(said))[:MAX_LINE_CHARS] if said else ""
 
 
 def _who(client: Peer) -> str:
@@ -200,8 +179,9 @@ class Minute:
 
 
 class Reports:
-    """The newest reports, at most `MAX_REPORTS`. Each text is kept once for each connection, with
-    its latest time."""
+    """The newest reports. Each text is kept once for each connection, with its latest time."""
+
+    MOST = 64
 
     def __init__(self, wall_clock: Callable[[], float]) -> None:
         self._now = wall_clock
@@ -213,7 +193,7 @@ class Reports:
         earlier = self._kept.pop((client.id, line), None)
         reported = m.Reported(self._now(), level, client.process.pid, client.device, line)
         self._kept[client.id, line] = reported
-        if len(self._kept) > MAX_REPORTS:
+        if len(self._kept) > self.MOST:
             del self._kept[next(iter(self._kept))]
         return reported if earlier is None else None
 
@@ -254,18 +234,15 @@ def server_stats(service: Service) -> m.ServerStats:
     return fitting(stats)
 
 
-_NEWEST = ("reports", "hits", "namespaces")
-_FIRST = ("mismatches", "reads", "instances", "quarantined_slots")
-"""Lists that may be cut: `_NEWEST` keep the newest entries, `_FIRST` the first entries."""
-
-
 def fitting(stats: m.ServerStats) -> m.ServerStats:
     """Cut `stats` to the size of a message: halve the lists as often as needed."""
+    newest = "reports", "hits", "namespaces"
+    first = "mismatches", "reads", "instances", "quarantined_slots"
     while len(msgspec.msgpack.encode(stats)) > m.MAX_MESSAGE_BYTES:
         halves = {}
-        for name in _NEWEST + _FIRST:
+        for name in newest + first:
             some = getattr(stats, name)
-            half = slice((len(some) + 1) // 2, None) if name in _NEWEST else slice(len(some) // 2)
+            half = slice((len(some) + 1) // 2, None) if name in newest else slice(len(some) // 2)
             halves[name] = dict(list(some.items())[half]) if isinstance(some, dict) else some[half]
         stats = msgspec.structs.replace(stats, **halves)
     return stats

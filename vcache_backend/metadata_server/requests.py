@@ -299,8 +299,8 @@ class Service:
 
     def _publish(self, client: Peer, request: m.Publish) -> m.Count:
         """Take blocks, unless they were computed before a reset."""
-        join = self.residents.joined(request.instance)
-        epoch = self.directory.epoch([m.ChunkKey(join.namespace)]) if join is not None else 0
+        own = self.residents.of.get(request.instance)
+        epoch = self.directory.epoch([m.ChunkKey(own.namespace)]) if own is not None else 0
         return self.instances.publish(client, request) if request.epoch == epoch else m.Count(0)
 
     def _promise(self, client: Peer, request: m.Promise) -> m.Promised:
@@ -319,7 +319,7 @@ class Service:
 
     def _drop_segment(self, id_: m.SegmentId) -> m.Dropped:
         if self.directory.region(id_) is None:
-            raise Refused(f"segment {id_} is not here; `vcache segment list` shows those that are")
+            raise Refused(f"segment {id_} is not here; `vcache status` shows those that are")
         chunks = self.directory.drop(id_)
         self.collect_dropped()
         return m.Dropped(chunks, self.directory.region(id_) is None)

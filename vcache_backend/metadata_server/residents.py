@@ -23,21 +23,6 @@ from vcache_backend.metadata_server.publications import (
 )
 from vcache_backend.protocol import messages as m
 
-COPY_BYTES = m.INSTANCE_BYTES + m.COPY.size + 8
-"""The most bytes of a copy in a message."""
-MAX_BYTES = 1 << 30
-"""About the most server memory for the publications of all instances."""
-MAX_TOLD = 256
-"""The most copies in one answer."""
-MAX_COPIES = 2048
-"""The most copies of which an instance has yet to be told. Older copies are dropped."""
-MAX_NOTED = 512
-"""The most copies of which one publication tells other instances. Further instances, chosen at
-random, hear of a later copy."""
-FOUND_BLOCKS = (m.MAX_MESSAGE_BYTES - 16_384 - MAX_TOLD * COPY_BYTES) // (
-    m.NUMBER_BYTES + m.GENERATION_BYTES
-)
-"""The most resident blocks in one answer. The message's other fields take the rest."""
 ONE_FULL = [m.BlockTable("full")]
 News = tuple[m.InstanceId, bytes, bytes]
 """An instance, the last hash of a chunk that this instance holds, too, and the chunk's `COPY`."""
@@ -46,6 +31,20 @@ News = tuple[m.InstanceId, bytes, bytes]
 class ResidentDirectory:
     """The published blocks of all instances."""
 
+    MAX_BYTES = 1 << 30
+    """About the most server memory for the publications of all instances."""
+    MAX_TOLD = 256
+    """The most copies in one answer."""
+    MAX_COPIES = 2048
+    """The most copies of which an instance has yet to be told. Older copies are dropped."""
+    MAX_NOTED = 512
+    """The most copies of which one publication tells other instances. Further instances, chosen at
+    random, hear of a later copy."""
+    FOUND_BLOCKS = (
+        m.MAX_MESSAGE_BYTES - 16_384 - MAX_TOLD * (m.INSTANCE_BYTES + m.COPY.size + 8)
+    ) // (m.NUMBER_BYTES + m.GENERATION_BYTES)
+    """The most resident blocks in one answer. Copies and the other fields take the rest."""
+
     def __init__(
         self,
         counters: Counter[str],
@@ -53,55 +52,38 @@ class ResidentDirectory:
     ) -> None:
         """arrived: called with chunks (keys of rank 0) that all ranks have published."""
         self._counters, self._arrived = counters, arrived
-        self._of: dict[m.InstanceId, InstancePublications] = {}
+        self.of: dict[m.InstanceId, InstancePublications] = {}
         self._news: dict[m.InstanceId, deque[News]] = {}
         """For each instance, the oldest first."""
 
-    def blocks(self, instance: m.InstanceId) -> int:
-        """How many blocks look-ups can return from an instance once it is whole."""
-        publications = self._of.get(instance)
-        return 0 if publications is None else publications.live
-
     def has(self, instance: m.InstanceId, key: m.ChunkKey) -> bool:
         """Whether an instance has published the last block of a chunk."""
-        own = self._of.get(instance)
+        own = self.of.get(instance)
         return own is not None and own.has(key[m.NAMESPACE_BYTES : -m.RANK_BYTES])
-
-    def joined(self, instance: m.InstanceId) -> m.Join | None:
-        publications = self._of.get(instance)
-        return None if publications is None else publications.join
 
     def open(self, join: m.Join, table: Callable[[], ForeignTable], new: bool = False) -> None:
         """Add an instance. Earlier publications stay, unless the request has changed or the
         instance is `new`. Refuse an instance whose blocks exceed the server's memory.
 
         table: maps the instance's generation table; what it raises leaves everything as it is."""
-        if new or self.joined(join.instance) != join:
-            others = sum(one.blocks for name, one in self._of.items() if name != join.instance)
-            if (others + join.blocks) * BLOCK_BYTES > MAX_BYTES:
+        known = self.of.get(join.instance)
+        if new or known is None or known.join != join:
+            others = sum(one.blocks for name, one in self.of.items() if name != join.instance)
+            if (others + join.blocks) * BLOCK_BYTES > self.MAX_BYTES:
                 raise Refused(f"the server has no memory for {join.blocks:,} more blocks")
             made = InstancePublications(join, table())
             self.close(join.instance)
-            self._of[join.instance] = made
-            self._news[join.instance] = deque(maxlen=MAX_COPIES)
-
-    def show(self, instance: m.InstanceId, whole: bool) -> None:
-        """Set whether look-ups may return blocks of this instance."""
-        if (publications := self._of.get(instance)) is not None:
-            publications.whole = whole
-
-    def empty(self, instance: m.InstanceId) -> None:
-        if (publications := self._of.get(instance)) is not None:
-            publications.clear()
+            self.of[join.instance] = made
+            self._news[join.instance] = deque(maxlen=self.MAX_COPIES)
 
     def close(self, instance: m.InstanceId) -> None:
-        self._of.pop(instance, None)
+        self.of.pop(instance, None)
         self._news.pop(instance, None)
 
     def publish(self, request: m.Publish) -> int:
         """Publish blocks of an instance. Returns how many; 0 if the instance has not joined. Refuse
         impossible runs."""
-        publications = self._of.get(request.instance)
+        publications = self.of.get(request.instance)
         if publications is None:
             return 0
         ends = publications.publish(request.rank, request.runs)
@@ -115,7 +97,7 @@ class ResidentDirectory:
 
     def clear(self, namespace: bytes) -> int:
         """Forget the publications of a namespace, or all with b"". Returns how many blocks."""
-        of = [one for one in self._of.values() if namespace in (b"", one.namespace)]
+        of = [one for one in self.of.values() if namespace in (b"", one.namespace)]
         return sum(one.clear() for one in of)
 
     # ---- chunks that two instances hold
@@ -124,9 +106,9 @@ class ResidentDirectory:
         """Take the oldest news for an instance's scheduler: chunks that another instance holds as
         well. At most `MAX_TOLD`."""
         news, told = self._news.get(instance, deque[News]()), list[m.Copies]()
-        taken = [news.popleft() for _ in range(min(MAX_TOLD, len(news)))]
+        taken = [news.popleft() for _ in range(min(self.MAX_TOLD, len(news)))]
         for other, noted in groupby(taken, itemgetter(0)):
-            there = self._of.get(other)
+            there = self.of.get(other)
             packed = b"".join(
                 [packed for _, end, packed in noted if there is not None and there.has(end)]
             )
@@ -146,7 +128,7 @@ class ResidentDirectory:
             if other != instance and there.each == publications.each
         ]
         own = {end: chunk for end in ends[::-1] if (chunk := publications.chunk(end)) is not None}
-        left, alone = MAX_NOTED, dict.fromkeys(own)
+        left, alone = self.MAX_NOTED, dict.fromkeys(own)
         most = MAX_LOOKS // max(1, len(others))
         for other, there in others:
             shared = [end for end in list(own if left else alone)[:most] if there.has(end)]
@@ -166,7 +148,7 @@ class ResidentDirectory:
         order."""
         alike = [
             (other, there)
-            for other, there in self._of.items()
+            for other, there in self.of.items()
             if there.named and there.whole and there.namespace == join.namespace
             if there.ranks == join.ranks and there.tables == join.tables and not there.table.dead
         ]
@@ -185,7 +167,7 @@ class ResidentDirectory:
         if others:
             return self._resident(request, others, present)
         present = present.partition(b"\0")[0]
-        own = self._of.get(request.instance)
+        own = self.of.get(request.instance)
         plain = request.pool_only or own is None or own.tables == ONE_FULL
         found = len(present) * request.each
         return m.Found(found, min(found, request.limit) if plain else 0, present)
@@ -195,11 +177,11 @@ class ResidentDirectory:
         one of them."""
         if request.pool_only or not request.hashes:
             return []
-        own = self._of.get(request.instance)
+        own = self.of.get(request.instance)
         if own is not None:
             joins = [own.join]
         else:
-            joins = [there.join for there in self._of.values() if there.whole and there.named]
+            joins = [there.join for there in self.of.values() if there.whole and there.named]
         for join in joins:
             if join.namespace == request.namespace and join.ranks == request.ranks:
                 alike = self._alike(join)
@@ -211,7 +193,7 @@ class ResidentDirectory:
         question, count = HitSearch(request.hashes, tables), len(request.hashes) // m.HASH_BYTES
         full = [number for number, table in enumerate(tables) if table.kind == "full"]
         alone = len(tables) == len(full) == 1
-        room = FOUND_BLOCKS - sum(
+        room = self.FOUND_BLOCKS - sum(
             4 + min(table.reach, count // table.scale) for table in tables if table.kind != "full"
         )
         found, pieces, cut = count, list[Piece](), False

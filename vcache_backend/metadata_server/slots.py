@@ -35,16 +35,28 @@ import msgspec
 from vcache_backend import seals
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.processes import ProcessId
-from vcache_backend.protocol import slot_layout as layout
-from vcache_backend.protocol.messages import ChunkKey, Medium, SegmentInfo, SegmentState
-from vcache_backend.protocol.slot_layout import RECORD, SLAB, SLAB_SLOTS, SLABS, SLOTS
+from vcache_backend.protocol import generation_table as layout
+from vcache_backend.protocol.generation_table import SLOTS
+from vcache_backend.protocol.messages import KEY_BYTES, ChunkKey, Medium, SegmentInfo, SegmentState
 
 ALIGNMENT = 256
 """Slots start and end on multiples of 256, CUDA's allocation alignment: 16-byte vector accesses
 stay aligned."""
-SLABS_WANTED = 32
-"""A slab has this part of its segment, or one slot."""
-SLAB_BITS = SLAB_SLOTS.bit_length() - 1
+SLAB_BITS = 14
+SLAB_SLOTS = 1 << SLAB_BITS
+"""The most slots of a slab. Those of slab i begin at `i * SLAB_SLOTS`."""
+SLABS = SLOTS // SLAB_SLOTS
+
+# Behind the generations: a record for each slot, then the slabs. In the header's page: the bytes of
+# the segment, and the scope of pids and numbers.
+RECORD = struct.Struct(f"<{KEY_BYTES}s2xIQ16xQ")
+"""Key, the writer's pid and start, and the number of the fill."""
+SLAB = struct.Struct("<3Q")
+"""Offset in the segment, bytes of a slot, bytes of the slab (stored last)."""
+_NBYTES_AT, _SCOPE_AT = 40, 64
+_RECORDS_AT = layout.nbytes(SLOTS)
+_SLABS_AT = _RECORDS_AT + RECORD.size * SLOTS
+TABLE_BYTES = _SLABS_AT + mmap.PAGESIZE
 
 
 def padded(nbytes: int) -> int:
@@ -80,18 +92,20 @@ class SlotsTable:
     def __init__(self, file: int, memory: mmap.mmap) -> None:
         """Use `create` or `take_over`."""
         self._file, self.memory = file, memory
-        self._same_pids = memory[layout.SCOPE_AT : layout.SCOPE_AT + 16] == _scope()[:16]
+        self._same_pids = memory[_SCOPE_AT : _SCOPE_AT + 16] == _scope()[:16]
         """Whether a pid means the same process here as in the records."""
         self.fd = os.open(_reopened(file), os.O_RDONLY | os.O_CLOEXEC)
         # Views come last: the caller could not close the memory if a step above failed.
         self.words = memoryview(memory).cast("Q")
-        self.generations = self.words[layout.GENERATIONS : layout.GENERATIONS + SLOTS]
+        self.generations = self.words[mmap.PAGESIZE // 8 :][:SLOTS]
+        each = RECORD.size // 8
+        self.numbers = self.words[_RECORDS_AT // 8 : _SLABS_AT // 8][each - 1 :: each]
 
     @classmethod
     def create(cls, segment: str, nbytes: int) -> SlotsTable:
         """The table of a new segment: all slots are free. OSError if there is no memory."""
         with ExitStack() as undo:
-            file, memory = seals.sealed("slots", layout.TABLE_BYTES)
+            file, memory = seals.sealed("slots", TABLE_BYTES)
             undo.callback(os.close, file)
             undo.enter_context(memory)
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -99,8 +113,8 @@ class SlotsTable:
             layout.HEADER.pack_into(
                 memory, 0, layout.MAGIC, layout.VERSION, 0, layout.owner(segment), SLOTS
             )
-            struct.pack_into("<Q", memory, layout.NBYTES_AT, nbytes)
-            memory[layout.SCOPE_AT : layout.SCOPE_AT + 32] = _scope()
+            struct.pack_into("<Q", memory, _NBYTES_AT, nbytes)
+            memory[_SCOPE_AT : _SCOPE_AT + 32] = _scope()
             table = cls(file, memory)
             undo.pop_all()
         return table
@@ -134,9 +148,9 @@ class SlotsTable:
         """Note who may write to a free slot, before anybody is told. number: even, larger than any
         before."""
         self.generations[slot] = number - 1
-        at = layout.RECORDS_AT + slot * RECORD.size
+        at = _RECORDS_AT + slot * RECORD.size
         RECORD.pack_into(self.memory, at, key, writer.pid, writer.started, 0)
-        self.words[layout.NUMBERS + slot * layout.RECORD_WORDS] = number
+        self.numbers[slot] = number
 
     def fill(self, slot: int, number: int) -> None:
         """Commit a slot: from now on readers find its content right."""
@@ -144,17 +158,17 @@ class SlotsTable:
 
     def free(self, slot: int) -> None:
         """Note that the writer of a slot has stopped, and the slot has no content."""
-        self.words[layout.NUMBERS + slot * layout.RECORD_WORDS] = 0
+        self.numbers[slot] = 0
 
     def occupied(self, first: int, count: int) -> Iterator[Slot]:
         """The slots from `first` on that are committed or being written. Their keys may be any."""
-        generations, words = self.generations, self.words
+        generations, numbers = self.generations, self.numbers
         for slot in range(first, first + count):
-            number = words[layout.NUMBERS + slot * layout.RECORD_WORDS]
+            number = numbers[slot]
             generation = generations[slot]
             if not number or number - generation not in (0, 1):
                 continue
-            at = layout.RECORDS_AT + slot * RECORD.size
+            at = _RECORDS_AT + slot * RECORD.size
             key, pid, started, _ = RECORD.unpack_from(self.memory, at)
             writer = ProcessId(pid if self._same_pids else 0, started)
             yield Slot(slot, ChunkKey(key), number, writer, generation == number)
@@ -162,7 +176,7 @@ class SlotsTable:
     # ---- slabs
 
     def slabs(self) -> Iterator[SlabPlace]:
-        for at in range(layout.SLABS_AT, layout.SLABS_AT + SLABS * SLAB.size, SLAB.size):
+        for at in range(_SLABS_AT, _SLABS_AT + SLABS * SLAB.size, SLAB.size):
             place = SlabPlace(*SLAB.unpack_from(self.memory, at))
             if not place.nbytes:
                 return
@@ -170,13 +184,13 @@ class SlotsTable:
 
     def cut(self, number: int, place: SlabPlace) -> None:
         """Add slab `number`, the next one. All its slots are free."""
-        at = layout.SLABS_AT + number * SLAB.size
+        at = _SLABS_AT + number * SLAB.size
         SLAB.pack_into(self.memory, at, place.offset, place.slot_bytes, 0)
         self.words[at // 8 + 2] = place.nbytes
 
     def resize(self, number: int, slot_bytes: int) -> None:
         """Give a slab slots of another size. All its slots must be free."""
-        self.words[(layout.SLABS_AT + number * SLAB.size) // 8 + 1] = slot_bytes
+        self.words[(_SLABS_AT + number * SLAB.size) // 8 + 1] = slot_bytes
 
     # ---- the end
 
@@ -188,8 +202,8 @@ class SlotsTable:
         """Leave the table to the next server. Idempotent."""
         if self.fd < 0:
             return
-        self.generations.release()
-        self.words.release()
+        for view in (self.generations, self.numbers, self.words):
+            view.release()
         self.memory.close()
         os.close(self._file)
         os.close(self.fd)
@@ -201,18 +215,18 @@ def _opened(fd: int, segment: str, nbytes: int, undo: ExitStack) -> tuple[int, m
     a server of this user made it for this segment."""
     status = os.fstat(fd)
     own = stat.S_ISREG(status.st_mode) and stat.S_IMODE(status.st_mode) == 0o600
-    if not own or status.st_uid != os.geteuid() or status.st_size != layout.TABLE_BYTES:
+    if not own or status.st_uid != os.geteuid() or status.st_size != TABLE_BYTES:
         raise OSError(f"it is not a table of slots of uid {os.geteuid()}")
     if reason := seals.lacking(fd):
         raise OSError(reason)
     file = os.open(_reopened(fd), os.O_RDWR | os.O_CLOEXEC)
     undo.callback(os.close, file)
-    memory = undo.enter_context(mmap.mmap(file, layout.TABLE_BYTES))
-    made_for = struct.unpack_from("<Q", memory, layout.NBYTES_AT)[0]
+    memory = undo.enter_context(mmap.mmap(file, TABLE_BYTES))
+    made_for = struct.unpack_from("<Q", memory, _NBYTES_AT)[0]
     header = layout.MAGIC, layout.VERSION, 0, layout.owner(segment), SLOTS
     if layout.HEADER.unpack_from(memory) != header:
         raise OSError("it is another segment's, given up, or of another version")
-    if memory[layout.SCOPE_AT + 16 : layout.SCOPE_AT + 32] != _scope()[16:]:
+    if memory[_SCOPE_AT + 16 : _SCOPE_AT + 32] != _scope()[16:]:
         raise OSError("its numbers are of another clock: another boot or time namespace")
     if made_for != nbytes:
         raise OSError(f"it is for a segment of {made_for:,} B, not of {nbytes:,}")
@@ -263,6 +277,9 @@ class SlotRegion:
     earlier server's table were read; before that none of the free ones is granted. unused: bytes
     outside of all slabs and in free slots."""
 
+    SLABS_WANTED = 32
+    """A slab has this part of its segment, or one slot."""
+
     def __init__(self, info: SegmentInfo, table: SlotsTable) -> None:
         self.info, self.table = info, table
         self.id, self.device, self.nbytes = info.id, info.device, info.nbytes
@@ -292,7 +309,7 @@ class SlotRegion:
         left = self.nbytes - start
         # `SLABS` slabs take up the segment even if its first chunks are tiny and later ones large.
         most = max(SLAB_SLOTS, -(-self.nbytes // SLABS // size))
-        slots = min(max(self.nbytes // SLABS_WANTED // size, 1), left // size, most)
+        slots = min(max(self.nbytes // self.SLABS_WANTED // size, 1), left // size, most)
         if not slots or len(self.slabs) == SLABS:
             return None
         place = SlabPlace(start, size, slots * size)

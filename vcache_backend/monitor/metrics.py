@@ -18,16 +18,15 @@ _GAUGES = {
     "clients": "Processes that are connected: vLLM's scheduler and each worker, and tools.",
     "chunks": "Chunks in the pool.",
     "reservations": "Requests to write into the pool that are under way.",
+    "quarantined": "Writes whose slots are out of use until their writer ends or answers.",
+    "rss_bytes": "Resident memory of the server, without the pool's.",
 }
-"""Gauges by the field of `ServerStats`."""
+"""By the field of `ServerStats`."""
 _COUNTERS = {
-    "clients_total": "Clients that have connected.",
-    "protocol_errors": "Messages that the server could not read.",
     "lookup_chunks": "Chunks that look-ups asked for.",
     "lookup_hits": "Chunks that look-ups found, in the pool or in another instance's KV cache.",
     "resident_hits": "Chunks that look-ups found in another instance's KV cache.",
     "promised_chunks": "Chunks that instances said they would compute, so that others wait.",
-    "promised_chunks_arrived": "Promised chunks that others can read.",
     "promised_chunks_broken": (
         "Chunks that an instance began to compute and gave up, so that others compute them. If "
         "they rise, requests are aborted or preempted, or instances die."
@@ -38,16 +37,8 @@ _COUNTERS = {
     "waited_milliseconds": "Seconds that requests waited for chunks another instance computed.",
     "pin_chunks": "Chunks of the pool that loads asked for.",
     "pin_hits": "Chunks of the pool that loads found.",
-    "reserved": "Chunks of the pool that writers got a slot for.",
-    "committed": "Chunks that were written to the pool.",
-    "aborted": "Slots that writers gave back unwritten.",
-    "expired_reservations": "Reservations whose writer was too slow or is gone.",
     "evicted": "Chunks that made room for others in the pool.",
-    "removed": "Chunks of the pool that were forgotten because a client asked for it.",
     "published": "Blocks that instances showed to others in their KV caches.",
-    "refused_full": "Chunks that were not stored: nothing in the pool could make room.",
-    "refused_too_large": "Chunks that were not stored: they are larger than any segment.",
-    "refused_no_segment": "Chunks that were not stored: their worker can use no segment.",
 }
 """The server's counters, which start at 0, so that a scraper sees the first increase."""
 Row = tuple[Sequence[str], float]
@@ -81,27 +72,20 @@ class ServerMetrics(Collector):
 
 
 def _server(stats: ServerStats) -> Iterator[Metric]:
-    gauges: dict[str, tuple[str, float]] = {
-        name: (what, getattr(stats, name)) for name, what in _GAUGES.items()
-    }
-    what = "Resident memory of the server, without the pool's."
-    gauges["memory_bytes"] = what, stats.rss_bytes
-    what = "Slots out of use until their writer ends or answers."
-    gauges["quarantined_slots"] = what, sum(stats.quarantined_slots.values())
+    for name, what in _GAUGES.items():
+        yield _gauge(f"server_{name}", what, [((), getattr(stats, name))])
     what = "Fields in which connected instances of one model differ, so that they do not share."
-    gauges["not_shared"] = what, len(stats.mismatches)
-    for name, (what, value) in gauges.items():
-        yield _gauge(f"server_{name}", what, [((), value)])
+    yield _gauge("server_not_shared", what, [((), len(stats.mismatches))])
     since = time.time() - 600
     levels = Counter(report.level for report in stats.reports if report.time >= since)
     what = "What clients reported in the last 10 minutes, of the newest reports."
     rows = [((level,), levels[level]) for level in get_args(Level)]
     yield _gauge("server_reports_10m", what, rows, "level")
     for name, what in _COUNTERS.items():
-        base, total = name.removesuffix("_total"), float(stats.counters.get(name, 0))
+        total = float(stats.counters.get(name, 0))
         if name.endswith("_milliseconds"):
-            base, total = base.replace("_milliseconds", "_seconds"), total / 1e3
-        yield _counter(f"server_{base}", what, [((), total)])
+            name, total = name.replace("_milliseconds", "_seconds"), total / 1e3
+        yield _counter(f"server_{name}", what, [((), total)])
 
 
 def _requests(stats: ServerStats) -> Metric:
@@ -132,13 +116,9 @@ def _segments(stats: ServerStats) -> Iterator[Metric]:
     yield _gauge("segment_bytes", "Size of a segment.", sizes, labels)
     used = rows(lambda one: one.used)
     yield _gauge("segment_used_bytes", "Bytes of a segment that hold chunks.", used, labels)
-    evictions, what = (
-        rows(lambda one: one.evictions),
-        "Chunks of a segment that made room for others.",
-    )
+    evictions = rows(lambda one: one.evictions)
+    what = "Chunks of a segment that made room for others."
     yield _counter("segment_evictions", what, evictions, labels)
-    live, what = rows(lambda one: one.state == "live"), "1 if chunks can be stored in a segment."
-    yield _gauge("segment_live", what, live, labels)
 
 
 def _instances(stats: ServerStats) -> Iterator[Metric]:

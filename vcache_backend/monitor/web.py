@@ -1,14 +1,21 @@
 """The monitor's HTTP server: metrics, health, statistics as JSON, and a page. Each connection has a
-thread and gets one answer."""
+thread and gets one answer. `python -m vcache_backend.monitor.web SOCKET HOST:PORT`.
+
+The server starts this process if `server.metrics` is set. It ends with its standard input, and so
+with the server."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import socket
 import sys
+import threading
 import time
 from collections import deque
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from socketserver import ThreadingTCPServer
@@ -16,6 +23,7 @@ from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, MetricsHandler
 
+from vcache_backend import log_format
 from vcache_backend.config import ClientConfig, split_address
 from vcache_backend.errors import VCacheError
 from vcache_backend.monitor.metrics import ServerMetrics
@@ -23,7 +31,7 @@ from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import ServerStats
 from vcache_backend.status import edges, saved, state, summary, tokens, trouble
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vcache_backend.monitor")
 
 EVERY_SECONDS = 5.0
 ANSWER_SECONDS = 2.0
@@ -156,3 +164,24 @@ class Web(ThreadingTCPServer):
         """Log an error, but not a client's: clients may go away or be slow."""
         if not isinstance(sys.exc_info()[1], OSError):
             log.exception("a request of %s failed", client_address)
+
+
+def main(path: str, listen: str) -> int:
+    """Serve until standard input ends, or Ctrl-C. Returns the exit code: 1 if listening fails."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    log_format.begin()
+    try:
+        web = Web(listen, Samples(Path(path)))
+    except (OSError, ValueError) as error:
+        log.error("server.metrics: cannot listen at %s: %s", listen, error)
+        return 1
+    log.info("metrics and a page at http://%s", web.address)
+    threading.Thread(target=web.serve_forever, daemon=True).start()
+    with suppress(KeyboardInterrupt):
+        while os.read(0, 4096):
+            pass
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

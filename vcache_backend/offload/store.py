@@ -84,17 +84,6 @@ class Store:
         if (process := self._usable_process()) is not None:
             process.ask("remove", [name])
 
-    def failed(self, what: str, why: str) -> None:
-        """Count a failed or late call."""
-        self._stats.failed(f"offload_{what}")
-        with self._lock:
-            self._failed += 1
-            if self._answers and self._failed >= self._config.failures:
-                self._answers, self._pause = False, self._pauses.next()
-                log.warning("the offload tier is left alone: %s: %s", what, why)
-                self._error = why
-        self._wake.set()
-
     def snapshot(self) -> dict[str, Any]:
         process = self._process
         pid = process.pid if process is not None and process.alive else None
@@ -110,14 +99,21 @@ class Store:
         self, what: str, verb: str, *arguments: Any, seconds: float = 0.0, kill: bool = True
     ) -> Any:
         """Make a call, within `seconds`, or `call_seconds`, and return its answer; None without an
-        answer. what: for `failed`."""
+        answer. what: for the counters and the log."""
         if (process := self._usable_process()) is None:
             return None
         seconds = seconds or self._config.call_seconds
         try:
             answer = process.call(verb, *arguments, seconds=seconds, kill=kill)
         except StoreDown as error:
-            self.failed(what, str(error))
+            self._stats.failed(f"offload_{what}")
+            with self._lock:
+                self._failed += 1
+                if self._answers and self._failed >= self._config.failures:
+                    self._answers, self._pause = False, self._pauses.next()
+                    self._error = str(error)
+                    log.warning("the offload tier is left alone: %s: %s", what, error)
+            self._wake.set()
             return None
         self._failed = 0
         return answer

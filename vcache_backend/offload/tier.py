@@ -17,7 +17,6 @@ from vcache_backend.offload.transfers import (
     DROPPED,
     Fetch,
     Reader,
-    Ring,
     Writer,
     batch_chunks,
     staging,
@@ -30,9 +29,6 @@ from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.pool import Pool
 
 log = logging.getLogger(__name__)
-
-MEASURED_BYTES = 1 << 20
-"""A load of fewer bytes does not count for the bandwidth."""
 
 
 class OffloadTier:
@@ -81,8 +77,8 @@ class OffloadTier:
         # Reading gets the buffers that writing does not need.
         batch = min(batch_chunks(chunk_bytes), count // 2)
         client = Client(config.server.path, config.client, device.name, device.medium)
-        ring, seconds = Ring(buffers[batch:]), settings.get_seconds
-        self._reader = Reader(store, stats, form, ring, seconds, self._measured)
+        seconds = settings.get_seconds
+        self._reader = Reader(store, stats, form, buffers[batch:], seconds, self._measured)
         self._writer = Writer(store, stats, form, buffers[:batch], client, pool)
         log.info("offload tier: %s; %d buffers of %s B", settings, count, f"{size:,}")
 
@@ -111,9 +107,10 @@ class OffloadTier:
         whole = missing[below] if below < len(missing) else len(shards)
         return found + whole // ranks
 
-    def _measured(self, nbytes: int, seconds: float) -> None:
-        """Note that a load of `nbytes` bytes took `seconds`."""
-        if nbytes >= MEASURED_BYTES and seconds > 0:
+    def _measured(self, nbytes: int, seconds: float, least: int = 1 << 20) -> None:
+        """Note that a load of `nbytes` bytes took `seconds`. A load of fewer than `least` bytes
+        does not count."""
+        if nbytes >= least and seconds > 0:
             rate = nbytes / seconds
             self.bandwidth = rate if self.bandwidth is None else 0.5 * self.bandwidth + 0.5 * rate
 

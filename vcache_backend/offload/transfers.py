@@ -14,8 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -27,18 +25,15 @@ from vcache_backend.offload.objects import HEADER_BYTES, BadObject, Format
 from vcache_backend.offload.process import STORED, Place
 from vcache_backend.offload.store import Store
 from vcache_backend.protocol.client import Client
-from vcache_backend.protocol.messages import ChunkKey, Pinned, SlotRun
+from vcache_backend.protocol.messages import ChunkKey, SlotRun
 from vcache_backend.seals import RESIZING
 from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool import host_memory
 from vcache_backend.vram_pool.pool import Pool
-from vcache_backend.vram_pool.regions import SlotView
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING = 4096
-"""The most chunks that wait to be written. Further chunks are dropped and counted."""
 DROPPED = ("backlog", "down", "gone", "full", "failed")
 """The reasons why a chunk was not written."""
 
@@ -54,9 +49,9 @@ class Buffer(NamedTuple):
     """The same bytes, 1-D uint8, on the host."""
 
     @property
-    def chunk(self) -> SlotView:
-        """The chunk of the object in the buffer, for a copier."""
-        return SlotView.over(self.memory[HEADER_BYTES:], local=False)
+    def chunk(self) -> torch.Tensor:
+        """The bytes of the chunk in the object."""
+        return self.memory[HEADER_BYTES:]
 
 
 def staging(fd: int, nbytes: int, count: int, ordinal: int | None) -> list[Buffer]:
@@ -76,13 +71,44 @@ def staging(fd: int, nbytes: int, count: int, ordinal: int | None) -> list[Buffe
     return [Buffer((at, nbytes), whole[at : at + nbytes]) for at in range(0, size, stride)]
 
 
-class Ring:
-    """Buffers that callers take in turn, and give back once nobody reads or writes them. Any
-    thread."""
+# ---- reads
 
-    def __init__(self, buffers: Sequence[Buffer]) -> None:
-        self.count, self._closed = len(buffers), False
+
+class _Arrived(NamedTuple):
+    """What one call of the store has read."""
+
+    right: list[Buffer]
+    """Of the leading objects that are right."""
+    cause: str = ""
+    """Why the next object is not; empty if all are."""
+
+
+class Reader:
+    """Reads for one worker, in three threads: one checks what has arrived while the others call the
+    store."""
+
+    def __init__(
+        self,
+        store: Store,
+        stats: EngineStats,
+        form: Format,
+        buffers: Sequence[Buffer],
+        seconds: float,
+        measured: Callable[[int, float], None] = lambda nbytes, seconds: None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """seconds: how long a load waits for its next chunk. measured: called with the bytes and
+        the seconds of a load."""
+        self.stats, self.form, self.seconds = stats, form, seconds
+        self.measured, self.now = measured, now
+        self.batch = max(1, min(batch_chunks(form.chunk_bytes), len(buffers) // 4))
+        self._store, self._closed = store, False
         self._free, self._changed = list(buffers), threading.Condition()
+        self._threads = ThreadPoolExecutor(3, "vcache-offload-read")
+
+    def read(self, names: list[str]) -> Future[_Arrived]:
+        """Begin to read objects in one call."""
+        return self._threads.submit(self._read, names)
 
     def take(self, count: int, seconds: float) -> list[Buffer]:
         """Take `count` buffers; empty if too few become free within `seconds`, or after `close`."""
@@ -93,95 +119,58 @@ class Ring:
             taken, self._free = self._free[:count], self._free[count:]
             return taken
 
-    def give(self, buffers: Sequence[Buffer]) -> None:
+    def give_back(self, buffers: Sequence[Buffer]) -> None:
+        """Return buffers that nobody reads or writes."""
         with self._changed:
             self._free += buffers
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Let nobody wait any more."""
+        """End the threads, after the store is closed: their calls then fail at once. A thread that
+        frees tensors while the interpreter ends would abort the process."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        self._threads.shutdown(cancel_futures=True)
 
+    # ---- a thread
 
-# ---- reads
-
-
-@dataclass
-class _Batch:
-    """Objects that one call of the store reads."""
-
-    names: list[str]
-    done: Future[None] = field(init=False)
-    """Over once all objects are checked."""
-    right: list[Buffer] = field(default_factory=list)
-    """Of the leading objects that are right."""
-    cause: str = "store"
-    """Why the next object is not."""
-    called: float = 0.0
-    """When the call began."""
-    ended: float = 0.0
-    """When all was checked."""
-
-
-@dataclass
-class Reader:
-    """Reads for one worker, in three threads: one checks what has arrived while the others call the
-    store."""
-
-    store: Store
-    stats: EngineStats
-    form: Format
-    ring: Ring
-    seconds: float
-    """How long a load waits for its next chunk."""
-    measured: Callable[[int, float], None] = lambda nbytes, seconds: None
-    """Called with the bytes and the seconds of a load."""
-    now: Callable[[], float] = time.monotonic
-
-    def __post_init__(self) -> None:
-        self.batch = max(1, min(batch_chunks(self.form.chunk_bytes), self.ring.count // 4))
-        self.threads = ThreadPoolExecutor(3, "vcache-offload-read")
-
-    def close(self) -> None:
-        """End the threads, after the store is closed: their calls then fail at once. A thread that
-        frees tensors while the interpreter ends would abort the process."""
-        self.ring.close()
-        self.threads.shutdown(cancel_futures=True)
-
-    def read(self, batch: _Batch) -> None:
-        """Read the batch in one call, and check it. A thread."""
+    def _read(self, names: list[str]) -> _Arrived:
+        arrived = _Arrived([], "store")
         with threads.survives("vcache-offload-read", self.stats.failed):
-            # Buffers become free when their chunks are copied.
-            buffers = self.ring.take(len(batch.names), 10.0)
-            if not buffers:
-                batch.cause = "timeout"
-                return
-            try:
-                batch.called = self.now()
-                sizes = self.store.get(batch.names, [buffer.place for buffer in buffers])
-                for name, buffer, nbytes in zip(batch.names, buffers, sizes, strict=True):
-                    if not self._is_right(batch, name, buffer, nbytes):
-                        break
-                    batch.right.append(buffer)
-            finally:
-                self.ring.give(buffers[len(batch.right) :])
-                batch.ended = self.now()
+            arrived = self._checked(names)
+        return arrived
 
-    def _is_right(self, batch: _Batch, name: str, buffer: Buffer, nbytes: int) -> bool:
+    def _checked(self, names: list[str]) -> _Arrived:
+        # Buffers become free when their chunks are copied.
+        buffers, right, cause = self.take(len(names), 10.0), 0, ""
+        if not buffers:
+            return _Arrived([], "timeout")
+        try:
+            sizes = self._store.get(names, [buffer.place for buffer in buffers])
+            for name, buffer, nbytes in zip(names, buffers, sizes, strict=True):
+                if cause := self._wrong(name, buffer, nbytes):
+                    break
+                right += 1
+        except BaseException:
+            right = 0
+            raise
+        finally:
+            self.give_back(buffers[right:])
+        return _Arrived(buffers[:right], cause)
+
+    def _wrong(self, name: str, buffer: Buffer, nbytes: int) -> str:
+        """Why the object is not right; empty if it is."""
         if nbytes <= 0:
-            batch.cause = "absent" if nbytes == 0 else "store"
-            return False
+            return "absent" if nbytes == 0 else "store"
         try:
             self.form.check(buffer.memory.numpy(), nbytes, name)
         except BadObject as error:
             if self.stats.failed("offload_bad") == 1:
                 log.error("a damaged or foreign object is removed from the store: %s", error)
-            self.store.forget(name)
-            batch.cause = "bad"
-            return False
-        return True
+            self._store.forget(name)
+            return "bad"
+        return ""
 
 
 class Fetch:
@@ -194,66 +183,58 @@ class Fetch:
         self.keys, self.epoch = list(keys), epoch
         self.cause = ""
         """Why the fetch ended early: `absent`, `bad`, `timeout` or `store`."""
-        self._reader, self._moved, self._began = reader, reader.now(), 0.0
+        self._reader = reader
+        self._began = self._moved = reader.now()
         names, most = [objects.name(key, epoch) for key in keys], reader.batch
-        self._batches = deque(_Batch(names[at : at + most]) for at in range(0, len(names), most))
-        for batch in self._batches:
-            batch.done = reader.threads.submit(reader.read, batch)
+        self._batches = deque(
+            reader.read(names[at : at + most]) for at in range(0, len(names), most)
+        )
 
     def ready(self) -> list[Buffer]:
         """The next objects that have arrived, in order."""
         chunks = list[Buffer]()
-        self._look_at_clock()
-        while self._batches and self._batches[0].done.done():
-            batch = self._batches.popleft()
-            chunks += batch.right
-            self._moved, self._began = self._reader.now(), self._began or batch.called
-            if len(batch.right) < len(batch.names):
-                self.cancel(batch.cause)
+        self._end_if_late()
+        while self._batches and self._batches[0].done():
+            right, cause = self._batches.popleft().result()
+            chunks += right
+            self._moved = self._reader.now()
+            if cause:
+                self.cancel(cause)
             elif not self._batches:
                 nbytes = len(self.keys) * self._reader.form.chunk_bytes
-                self._reader.measured(nbytes, batch.ended - self._began)
+                self._reader.measured(nbytes, self._moved - self._began)
         return chunks
 
     def wait(self, seconds: float) -> None:
         """Wait up to `seconds` until `ready` has a chunk or the fetch is over."""
         if self._batches:
-            wait([self._batches[0].done], seconds)
+            wait([self._batches[0]], seconds)
 
     @property
     def over(self) -> bool:
         """Whether the fetch is over and `ready` is empty. Ends a late fetch."""
-        self._look_at_clock()
+        self._end_if_late()
         return not self._batches
 
     def give_back(self, chunks: Sequence[Buffer]) -> None:
         """Return the buffers of chunks that are no longer used."""
-        self._reader.ring.give(chunks)
+        self._reader.give_back(chunks)
 
     def cancel(self, cause: str = "") -> None:
         """Drop all further chunks. Their buffers are returned when they arrive. Idempotent."""
         self.cause = cause or self.cause
         while self._batches:
             batch = self._batches.popleft()
-            if not batch.done.cancel():
-                batch.done.add_done_callback(partial(self._returned, batch))
+            if not batch.cancel():
+                batch.add_done_callback(lambda done: self.give_back(done.result().right))
 
-    def _returned(self, batch: _Batch, _: object) -> None:
-        self.give_back(batch.right)
-
-    def _look_at_clock(self) -> None:
-        """End the fetch if no chunk came for `seconds`.
-
-        The end counts as a failure of the store only if the call took most of the time. Waits for a
-        thread or for buffers do not count."""
-        reader, now = self._reader, self._reader.now()
-        if not self._batches or now - self._moved < reader.seconds:
-            return
-        batch = self._batches[0]
-        if not batch.done.done():
-            if batch.called and now - batch.called > reader.seconds / 2:
-                reader.stats.count(offload_late=1)
-                reader.store.failed("get", f"nothing came in {reader.seconds:g} s")
+    def _end_if_late(self) -> None:
+        """End the fetch if no chunk came for `seconds`. A call of the store that hangs fails after
+        its own deadline."""
+        reader = self._reader
+        late = reader.now() - self._moved >= reader.seconds
+        if late and self._batches and not self._batches[0].done():
+            reader.stats.count(offload_late=1)
             self.cancel("timeout")
 
 
@@ -285,14 +266,14 @@ class Writer:
         self._waiting: deque[ChunkKey] = deque()
         self._stop = threading.Event()
         self._stream: torch.cuda.Stream | None = None
-        self._outbox = Outbox(client, stats.failed)
+        self._outbox = Outbox(stats.failed)
 
-    def offer(self, keys: Sequence[ChunkKey]) -> None:
-        """Queue chunks that are in the pool. Never blocks: a full queue drops and counts chunks.
-        Does nothing after `close`."""
+    def offer(self, keys: Sequence[ChunkKey], most: int = 4096) -> None:
+        """Queue chunks that are in the pool. Never blocks: if `most` chunks wait, further ones are
+        dropped and counted. Does nothing after `close`."""
         if self._stop.is_set():
             return
-        room = max(MAX_WAITING - len(self._waiting), 0)
+        room = max(most - len(self._waiting), 0)
         self._waiting += keys[:room]
         self._outbox.after(self._ready, self._write)
         self._dropped("backlog", len(keys) - room)
@@ -322,7 +303,8 @@ class Writer:
             self._dropped("down", len(keys))
             return
         try:
-            self._put(self._copied(keys))
+            if keys:
+                self._put(self._copied(keys))
         except BaseException:
             self._dropped("failed", len(keys))
             raise
@@ -331,37 +313,32 @@ class Writer:
                 self._outbox.after(self._ready, self._write)
 
     def _copied(self, keys: list[ChunkKey]) -> list[tuple[str, Place]]:
-        """Copy chunks that the store lacks from the pool into buffers. Returns the objects' names
-        and places, of the chunks that did not change meanwhile. VCacheError if the server does not
-        answer."""
-        if not keys:
-            return []
-        pool = self._client.present(keys)
-        stored = self._store.exist([objects.name(key, pool.epoch) for key in keys])
-        found = zip(keys, pool.present, stored, strict=True)
-        wanted = [key for key, here, there in found if here and not there]
-        sealed = list[tuple[str, Place]]()
+        """Copy leading chunks that the store lacks from the pool into buffers. Returns the objects'
+        names and places, of the chunks that did not change meanwhile. VCacheError if the server
+        does not answer."""
         # Recent, but not kept from eviction: nobody ends a pin once the chunks are copied.
-        pinned = self._client.pin(wanted, 0.0) if wanted else Pinned([])
-        names = [objects.name(key, pinned.epoch) for key in wanted]
-        for run in pinned.runs:
-            sealed += self._copied_run(run, names)
+        pinned = self._client.pin(keys, 0.0)
+        names = [objects.name(key, pinned.epoch) for key in keys]
+        stored = self._store.exist(names)
+        sealed = [one for run in pinned.runs for one in self._copied_run(run, names, stored)]
         self._dropped("gone", stored.count(False) - len(sealed))
         return sealed
 
-    def _copied_run(self, run: SlotRun, names: Sequence[str]) -> list[tuple[str, Place]]:
+    def _copied_run(
+        self, run: SlotRun, names: Sequence[str], stored: Sequence[bool]
+    ) -> list[tuple[str, Place]]:
         """Copy chunks into the buffers of their numbers. Returns those that did not change."""
         nbytes, segment = self._format.chunk_bytes, self._pool.segment(run.segment)
         slots = None if segment is None else segment.slot_offsets(run, nbytes)
         if segment is None or slots is None:
             return []
-        whole, sealed = segment.mapped.whole, list[tuple[str, Place]]()
-        for number, begin in zip(range(run.first, run.stop), slots.tolist(), strict=True):
-            buffer = self._buffers[number]
-            self._copy(whole[begin : begin + nbytes], buffer.chunk.tensor)
+        lacking = [number for number in range(run.first, run.stop) if not stored[number]]
+        for number in lacking:
+            begin, buffer = int(slots[number - run.first]), self._buffers[number]
+            self._copy(segment.whole[begin : begin + nbytes], buffer.chunk)
             self._format.seal(buffer.memory.numpy(), names[number])
-            sealed.append((names[number], buffer.place))
-        return sealed[: segment.right(run.slots, run.generations)]
+        stop = run.first + segment.view.leading(run.slots, run.generations)
+        return [(names[number], self._buffers[number].place) for number in lacking if number < stop]
 
     def _copy(self, chunk: torch.Tensor, target: torch.Tensor) -> None:
         """Copy a chunk into host memory, and wait for the copy."""

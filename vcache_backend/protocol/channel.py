@@ -31,8 +31,6 @@ from vcache_backend.protocol.sockets import ServerLink
 
 log = logging.getLogger(__name__)
 
-KILLED_SECONDS = 3.0
-"""How long a killed server must stay away before this client starts another."""
 
 R = TypeVar("R", bound=m.Reply)
 
@@ -78,6 +76,9 @@ class Sent(Generic[R]):
 
 class Channel:
     """The current connection to the server. Any thread may call any method; requests take turns."""
+
+    KILLED_SECONDS = 3.0
+    """How long a killed server must stay away before this client starts another."""
 
     def __init__(self, path: Path, config: ClientConfig, hello: m.Hello, reconnect: bool) -> None:
         """Try to connect once. An absent server raises nothing; call `require` for an error."""
@@ -387,7 +388,7 @@ class Channel:
 
     def _start_again(self) -> None:
         """Call `on_killed` if the server was killed and has stayed away for `KILLED_SECONDS`."""
-        if time.monotonic() >= max(self._killed_at + KILLED_SECONDS, self._start_after):
+        if time.monotonic() >= max(self._killed_at + self.KILLED_SECONDS, self._start_after):
             self._killed_at = math.inf
             self._start_after = time.monotonic() + 60  # in case the servers do not last
             self.on_killed()

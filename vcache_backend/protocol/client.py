@@ -55,7 +55,7 @@ class Client(Channel):
         """Whether a look-up of too many hashes goes on behind what was found."""
         self._idle = True
         """Whether the last `ListSegments` had no counts to send."""
-        token = secrets.randbits(m.TOKEN_BITS)
+        token = secrets.randbits(63)
         hello = m.Hello(m.PROTOCOL_VERSION, device, medium, layout or {}, token, name)
         super().__init__(path, config, hello, reconnect)
         self.on_beat.append(self._list)

@@ -1,18 +1,25 @@
-"""The generation table of a KV cache, as its owner lays it out and all others map it: a page with
-the header (`slot_layout.HEADER`), then a counter for each block. See `vram_pool.generations`."""
+"""A table of generations, as its owner lays it out and all others map it: a page with the header,
+then a counter for each block of a KV cache, or for each slot of a segment. See
+`vram_pool.generations`, and `metadata_server.slots` for what follows in a segment's table."""
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
+import struct
 
 from vcache_backend.errors import SegmentError, raising_as
-from vcache_backend.protocol.messages import MAX_BLOCKS
-from vcache_backend.protocol.slot_layout import HEADER
+from vcache_backend.protocol.messages import INSTANCE_BYTES, MAX_BLOCKS
 from vcache_backend.seals import FUTURE_WRITE, RESIZING, lacking
 
-MAGIC = b"vcache-g"
-VERSION = 3
+HEADER = struct.Struct(f"<8sII{INSTANCE_BYTES}sQ")
+"""Magic, version, 1 once the owner has given the table up, whose table it is, number of
+generations."""
+DEAD_AT = 12
+MAGIC, VERSION = b"vcache-g", 3
+SLOTS = 1 << 20
+"""The slots of a segment's table. Pages that nobody has written take no memory."""
 SEALS = RESIZING | FUTURE_WRITE
 """The seals that every reader demands: a table with other writers proves nothing."""
 
@@ -20,6 +27,11 @@ SEALS = RESIZING | FUTURE_WRITE
 def nbytes(blocks: int) -> int:
     """Bytes of a table, in whole pages: the header and the counters."""
     return mmap.PAGESIZE * (1 + -(-blocks * 8 // mmap.PAGESIZE))
+
+
+def owner(segment: str) -> bytes:
+    """What the header of a segment's table says of whose it is."""
+    return hashlib.sha256(segment.encode()).digest()[:INSTANCE_BYTES]
 
 
 def mapped(fd: int, instance: bytes, blocks: int) -> mmap.mmap:

@@ -73,9 +73,8 @@ NAMESPACE_BYTES = 8
 RANK_BYTES = 2
 Key = Annotated[ChunkKey, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Keys = Annotated[list[Key], msgspec.Meta(max_length=MAX_KEYS)]
-SEGMENT_ID = r"\A[0-9A-Za-z_.:-]{1,64}\Z"
 _Id = Annotated[SegmentId, msgspec.Meta(max_length=64)]
-NewId = Annotated[SegmentId, msgspec.Meta(pattern=SEGMENT_ID)]
+NewId = Annotated[SegmentId, msgspec.Meta(pattern=r"\A[0-9A-Za-z_.:-]{1,64}\Z")]
 MAX_SEGMENTS = 400
 """The most segments: a message lists all of them."""
 MAX_SEGMENT_BYTES = 1 << 46
@@ -86,12 +85,11 @@ _PRINTABLE = r"\A[^\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]*\Z"
 """No control characters, separators of lines, or changes of the writing direction."""
 Text = Annotated[str, msgspec.Meta(max_length=256, pattern=_PRINTABLE)]
 Field = Annotated[str, msgspec.Meta(max_length=64, pattern=_PRINTABLE)]
-TOKEN_BITS = 63
 MAX_REPORT_CHARS = 1024
 MAX_TOKENS = 1 << 32
 """The most tokens that one message may report as looked up."""
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
-PromiseNumber = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=3600)]
 MAX_PIN_SECONDS = 60.0
 """The longest time for which one request keeps chunks from eviction."""
@@ -352,7 +350,7 @@ class Hello(Request, frozen=True, tag="hello"):
     device: Field
     medium: Medium
     layout: Annotated[dict[Field, str], msgspec.Meta(max_length=64)] = {}
-    token: Annotated[int, msgspec.Meta(ge=0, le=(1 << TOKEN_BITS) - 1)] = 0
+    token: Number = 0
     name: Text = ""
 
 
@@ -556,7 +554,7 @@ class Find(Request, frozen=True, tag="find"):
     ranks: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     instance: Annotated[InstanceId, msgspec.Meta(max_length=INSTANCE_BYTES)] = InstanceId(b"")
     pool_only: bool = False
-    promise: PromiseNumber = 0
+    promise: Number = 0
     begins: bool = False
 
 
@@ -572,7 +570,7 @@ class Promise(Request, frozen=True, tag="promise"):
     `chunk_seconds`: how long the instance takes for a chunk, by its last prompts; 0: not measured
     yet."""
 
-    number: PromiseNumber
+    number: Number
     keys: Keys = []
     ranks: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     instance: Annotated[InstanceId, msgspec.Meta(max_length=INSTANCE_BYTES)] = InstanceId(b"")

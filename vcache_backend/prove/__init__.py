@@ -7,8 +7,6 @@ resets, aborts and preemptions, and are asked again. What was shown is kept: see
 
 from __future__ import annotations
 
-import os
-import re
 import sys
 import tempfile
 import time
@@ -22,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from vcache_backend.children import Child, ChildFailed, MetadataServer, module
+from vcache_backend.children import Child, ChildFailed, MetadataServer, environment, module
 from vcache_backend.config import ClientConfig
 from vcache_backend.errors import SegmentError, VCacheError
 from vcache_backend.proofs import Combination, Proof
@@ -89,17 +87,9 @@ def run(settings: Settings, tell: Callable[[str], None]) -> tuple[Proof, list[Sh
             pair = Pair(undo, Path(folder), settings, tell)
             return pair.proof, list(pair.look())
         except ChildFailed as error:
-            raise VCacheError(" ".join(_telling(str(error)))) from error
+            raise VCacheError(error.line) from error
         except OSError as error:
             raise VCacheError(f"it cannot be tried: {error}") from error
-
-
-def _telling(failure: str) -> Iterator[str]:
-    """Who has failed and how, and the last error in its log."""
-    first, *log = failure.splitlines()
-    yield first.partition("; /")[0]
-    errors = [line for line in log if re.search("Error|No space|Killed", line)]
-    yield from (line for line in errors[-1:] or log[-1:] if line not in first)
 
 
 class Pair:
@@ -114,9 +104,7 @@ class Pair:
         found, (name, version) = _gpus(), VLLM.installed()
         cpu = not found or name != VLLM.name or "cpu" in version
         more = CPU_ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if cpu else {}
-        given = {**os.environ, **ENVIRONMENT, **more}  # noqa: TID251 - handed on, not read
-        for name in ("VCACHE_CONFIG", "VCACHE_SOCKET"):
-            given.pop(name, None)
+        given = environment(**ENVIRONMENT, **more)
         model = settings.model or str(write_model(folder / "model", TINY_LLAMA))
         server = MetadataServer(folder / "vcache.sock", folder / "server.log", given)
         undo.enter_context(server)

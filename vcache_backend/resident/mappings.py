@@ -1,31 +1,28 @@
-"""Other instances as this process opens them, each until its processes end: the generation table,
-and the KV cache of one rank.
+"""Other instances as this process opens them, each until one of its processes ends: the generation
+table, and the KV cache of one rank.
 
-When an owner ends, the owner's memory must become free soon, or its restart fails. But unmapping
-memory under a running copy would kill this process's CUDA context. So copies are counted: `enter`
-before the launch, `leave` after the end. This process has a thread for each owner. When the owner
-ends, the thread forbids new copies, and unmaps the memory after the last `leave`."""
+A KV cache stays mapped as long as anything refers to its `Neighbour`, as a running copy does: to
+unmap memory under a copy would kill this process's CUDA context. When an owner ends, a thread drops
+its reference, so that the memory becomes free soon; otherwise the owner's restart would fail."""
 
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import select
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
-from typing import NamedTuple
 
 import numpy as np
-import torch
+import numpy.typing as npt
+from torch import Tensor
 
 from vcache_backend import threads
 from vcache_backend.errors import LayoutError, SegmentError, ServerTimeout, VCacheError
 from vcache_backend.protocol import sockets
 from vcache_backend.protocol.client import Client
-from vcache_backend.protocol.messages import CacheShape, Joined, ResidentRun
+from vcache_backend.protocol.messages import CacheShape, ResidentRun
 from vcache_backend.resident.own_cache import check_shape
 from vcache_backend.vram_pool import host_memory, regions
 from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
@@ -34,28 +31,17 @@ from vcache_backend.vram_pool.generations import GenerationView
 
 log = logging.getLogger(__name__)
 
-ENDS_SECONDS = 0.05
-"""How often to look for ended schedulers, with one system call for all tables."""
-RETRY_SECONDS, LONGEST_SECONDS = 1.0, 300.0
-"""The first and the longest pause before an instance is tried again. After a failure of this
-process or a timeout, each pause is twice as long as the last pause."""
-MAX_REFUSED = 4096
-"""The most instances remembered as unusable; older instances are forgotten. Each restart of an
-owner is a new instance."""
-MAP_SECONDS = 10.0
-"""How long a load waits for a mapping, which takes a few seconds at most."""
-CLOSE_SECONDS = 5.0
-"""How long `Neighbours.close` waits for running copies."""
-LOOK_SECONDS = 0.1
-"""How often a thread checks whether a living owner gave its memory up, whether a copy is over, and
-for `close`. A thread notices the end of a process at once."""
+RETRY_SECONDS = 1.0
+"""The first pause before an instance is tried again."""
 
 
 class Refusals:
     """Instances that must not be opened, for some time or for good. Any thread."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, most: int = 4096) -> None:
+        """most: instances to remember; older ones are forgotten. Each restart of an owner is a new
+        instance."""
+        self._lock, self._most = threading.Lock(), most
         self._until: dict[bytes, tuple[float, float]] = {}
         """For each instance the end of the pause, and the pause's seconds."""
 
@@ -68,60 +54,63 @@ class Refusals:
         with self._lock:
             self._until.pop(instance, None)
             self._until[instance] = time.monotonic() + seconds, seconds
-            if len(self._until) > MAX_REFUSED:
+            if len(self._until) > self._most:
                 del self._until[next(iter(self._until))]
 
-    def failed(self, instance: bytes, error: Exception) -> None:
-        """Refuse `instance`, which could not be opened, until trying again may help. Failures of
-        the server are logged at debug level only."""
+    def failed(self, instance: bytes, error: Exception, longest: float = 300.0) -> None:
+        """Refuse `instance`, which could not be opened, until trying again may help: after a
+        failure of this process or a timeout, twice as long as the last time, for `longest` seconds
+        at most. Failures of the server are logged at debug level only."""
         _, before = self._until.get(instance, (0.0, 0.0))
         ours = isinstance(error, LayoutError | SegmentError | OSError)
         pause = RETRY_SECONDS
         if isinstance(error, LayoutError):
             pause = float("inf")
         elif ours or isinstance(error, ServerTimeout):  # a step may have waited for it
-            pause = max(RETRY_SECONDS, min(2 * before, LONGEST_SECONDS))
+            pause = max(RETRY_SECONDS, min(2 * before, longest))
         self.add(instance, pause)
         level = logging.WARNING if ours else logging.DEBUG
         log.log(level, "instance %s cannot be read in place: %s", instance.hex(), error)
 
 
 class Tables:
-    """The generation tables of other instances. Any thread. A table is forgotten once the
-    scheduler's process has ended."""
+    """The generation tables of other instances. Any thread. A table is forgotten once a process of
+    its instance has ended.
+
+    refused: the instances that are not opened now."""
 
     def __init__(self, client: Client) -> None:
+        self.refused = Refusals()
         self._client = client
         self._lock = threading.Lock()
-        self._views: dict[bytes, tuple[GenerationView, int]] = {}
-        """Each table, with a pidfd of its scheduler."""
-        self._refused = Refusals()
+        self._views: dict[bytes, tuple[GenerationView, list[int]]] = {}
+        """Each table, with a pidfd of each of the instance's processes."""
         self._ends = select.poll()
-        """Waits for the ends of the schedulers."""
+        """Waits for the ends of these processes."""
         self._looked = 0.0
         self._closed = False
 
     def view(self, instance: bytes) -> GenerationView | None:
         """Return the table of `instance`; None while the table cannot be opened, once it is dead,
-        and at the latest `ENDS_SECONDS` after the scheduler's end. Never raises.
+        and at the latest 50 ms after the end of one of the instance's processes. Never raises.
 
         Takes some microseconds for an open table. A new table takes requests to the server, with a
         deadline each."""
         with self._lock:
             self._forget_ended()
             if instance not in self._views:
-                if instance in self._refused or self._closed:
+                if instance in self.refused or self._closed:
                     return None
                 try:
-                    _, view, (pidfd, *others) = open_instance(self._client, instance)
+                    self._open(instance)
                 except (VCacheError, OSError) as error:
-                    self._refused.failed(instance, error)
+                    self.refused.failed(instance, error)
                     return None
-                sockets.close_fds(others)
-                self._views[instance] = view, pidfd
-                self._ends.register(pidfd, select.POLLIN)
             view, _ = self._views[instance]
-            return None if view.dead else view
+            if not view.dead:
+                return view
+            self._forget(instance)
+            return None
 
     def leading(self, run: ResidentRun) -> int:
         """Count the leading blocks of the run that are unchanged now; 0 while the table cannot be
@@ -136,110 +125,71 @@ class Tables:
             while self._views:
                 self._forget(next(iter(self._views)))
 
-    def _forget_ended(self) -> None:
-        """Forget the tables of schedulers that have ended. Called under the lock."""
+    # ---- inside, under the lock
+
+    def _open(self, instance: bytes) -> None:
+        """Open the table. SegmentError if it belongs to another instance. The server checked the
+        pidfds when it got them from their processes."""
+        joined, (table, *pidfds) = self._client.open_instance(instance)
+        try:
+            self._views[instance] = GenerationView.open(table, instance, joined.blocks), pidfds
+        except BaseException:
+            sockets.close_fds(pidfds)
+            raise
+        finally:
+            os.close(table)
+        for pidfd in pidfds:
+            self._ends.register(pidfd, select.POLLIN)
+
+    def _forget_ended(self, pause: float = 0.05) -> None:
+        """Forget the tables of ended instances. Looks with one system call, every `pause` s."""
         now = time.monotonic()
-        if now < self._looked + ENDS_SECONDS:
+        if now < self._looked + pause:
             return
         self._looked = now
-        for ended, _ in self._ends.poll(0):
-            instance = next(name for name, (_, pidfd) in self._views.items() if pidfd == ended)
-            self._forget(instance)
-            self._refused.add(instance)
+        ended = {pidfd for pidfd, _ in self._ends.poll(0)}
+        for instance, (_, pidfds) in list(self._views.items()) if ended else ():
+            if ended.intersection(pidfds):
+                self._forget(instance)
 
     def _forget(self, instance: bytes) -> None:
-        """Called under the lock."""
-        _, pidfd = self._views.pop(instance)
-        self._ends.unregister(pidfd)
-        os.close(pidfd)
-
-
-def open_instance(client: Client, instance: bytes) -> tuple[Joined, GenerationView, list[int]]:
-    """Open `instance`: return the server's description, the generation table, and pidfds of the
-    scheduler and of each rank. The caller closes the pidfds.
-
-    Raises SegmentError if the table belongs to another instance, OSError, and the client's errors.
-    The server checked the pidfds when it got them from their processes."""
-    joined, (table, *pidfds) = client.open_instance(instance)
-    try:
-        return joined, GenerationView.open(table, instance, joined.blocks), pidfds
-    except BaseException:
+        """Forget a table for good."""
+        self.refused.add(instance)
+        _, pidfds = self._views.pop(instance)
+        for pidfd in pidfds:
+            self._ends.unregister(pidfd)
         sockets.close_fds(pidfds)
-        raise
-    finally:
-        os.close(table)
 
 
 # ---- KV caches
 
 
 class Neighbour:
-    """The KV cache of one rank of another instance. Any thread.
+    """The KV cache of one rank of another instance, mapped until the last reference to this object
+    is dropped. Any thread. Never write to the memory.
 
-    bases: the address of each plane's block 0 in this process. Read this memory only between
-    `enter` and `leave`, and never write to it. split: the tensors' blocks in a block of vLLM.
-    Generations count vLLM's blocks."""
+    bases: the address of each plane's block 0 in this process. split: the tensors' blocks in a
+    block of vLLM. Generations count vLLM's blocks."""
 
-    def __init__(self, instance: bytes, shape: CacheShape, view: GenerationView) -> None:
-        self.instance, self.shape, self.view = instance, shape, view
+    def __init__(
+        self, shape: CacheShape, view: GenerationView, fds: Sequence[int], device: Device
+    ) -> None:
+        """Map the regions behind `fds` for `device`. Raises SegmentError, OSError."""
+        self.shape, self.view = shape, view
         self.split = shape.num_blocks // view.blocks
-        self.bases: Int64s = np.zeros(0, dtype=np.int64)
-        self._lock = threading.Lock()
-        self._launches, self._forbidden = 0, False
-        self._mapped: list[mmap.mmap | torch.Tensor] = []
-
-    def enter(self) -> bool:
-        """Announce a copy out of this KV cache, which then stays mapped until `leave`. False if the
-        owner has ended: do not launch the copy."""
-        with self._lock:
-            self._launches += not self._forbidden
-            return not self._forbidden
-
-    def right(self, blocks: bytes, generations: bytes) -> int:
-        """Count the leading blocks that still have these generations. Both packed as in the
-        protocol."""
-        return self.view.leading(blocks, generations)
-
-    def leave(self) -> None:
-        """Report that a copy is over and its generations were checked: once for each `enter` that
-        returned True. Never waits for the device."""
-        with self._lock:
-            self._launches -= 1
-
-    # ---- of the owner's thread
-
-    def map(self, fds: Sequence[int], device: Device) -> None:
-        """Map the regions for `device`, and compute `bases`. Raises SegmentError, OSError."""
-        for fd, nbytes in zip(fds, self.shape.regions, strict=True):
+        self._memory, starts = list[Tensor | npt.NDArray[np.uint8]](), list[int]()
+        for fd, nbytes in zip(fds, shape.regions, strict=True):
             if device.medium == "cuda":
-                self._mapped.append(regions.map_gpu_memory(fd, nbytes, self.shape.device, device))
+                tensor = regions.map_gpu_memory(fd, nbytes, shape.device, device)
+                self._memory.append(tensor)
+                starts.append(tensor.data_ptr())
             else:
-                # The check proves the size, and the memory cannot shrink, so no read raises SIGBUS.
-                host_memory.check(fd, nbytes)
-                mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-                self._mapped.append(mapping)
-        addresses = [_address(held) for held in self._mapped]
-        self.bases = np.array(
-            [addresses[region] + offset for region, offset in self.shape.planes], dtype=np.int64
-        )
+                array = host_memory.readable(fd, nbytes)
+                self._memory.append(array)
+                starts.append(array.ctypes.data)
+        addresses = [starts[region] + offset for region, offset in shape.planes]
+        self.bases: Int64s = np.array(addresses, dtype=np.int64)
         self.bases.flags.writeable = False
-
-    def unmap(self) -> bool:
-        """Forbid new copies, and unmap the memory. While a copy runs, unmaps nothing and returns
-        False. May wait for the device."""
-        with self._lock:
-            self._forbidden = True
-            idle = not self._launches
-        if idle:
-            self._mapped.clear()
-        return idle
-
-
-class _BeingMapped(NamedTuple):
-    """An instance that is being mapped. until: loads do not wait longer for it."""
-
-    thread: threading.Thread
-    until: float
 
 
 class Neighbours:
@@ -249,114 +199,84 @@ class Neighbours:
 
     def __init__(self, client: Client, device: Device, kv: PagedKV, rank: int) -> None:
         self._client, self._device, self._kv, self._rank = client, device, kv, rank
-        self._here: dict[bytes, Neighbour] = {}
-        self._coming: dict[bytes, _BeingMapped] = {}
-        self._refused = Refusals()
-        self._threads: list[threading.Thread] = []
-        self._closed = False
+        self._tables = Tables(client)
+        self._mapped: dict[bytes, Neighbour] = {}
+        self._coming: dict[bytes, float] = {}
+        """Instances to be mapped, and until when (time.monotonic) loads wait for them."""
+        self._wake, self._closed = threading.Event(), False
+        self._thread = threads.start(self._turn, "vcache-neighbours")
 
-    def expects(self, instance: bytes) -> bool:
-        """Whether the KV cache of `instance` is being mapped in another thread. The first call for
-        an instance starts the mapping.
-
-        Mapping takes a few seconds at most."""
-        if instance in self._here:
-            return False
-        if (coming := self._coming.get(instance)) is not None:
-            if coming.thread.ident is None or coming.thread.is_alive():
-                return time.monotonic() < coming.until
-            # Its thread has ended without a word.
-            self._refused.add(instance, RETRY_SECONDS)
-            self._coming.pop(instance, None)
-        if instance in self._refused or self._closed:
-            return False
-        name = "vcache-neighbours"
-        thread = threading.Thread(target=self._run, args=(instance,), name=name, daemon=True)
-        self._coming[instance] = _BeingMapped(thread, time.monotonic() + MAP_SECONDS)
-        with suppress(RuntimeError):  # there are too many threads
-            thread.start()
-            self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
-            return True
-        self._coming.pop(instance, None)
-        return False
+    def expects(self, instance: bytes, patience: float = 10.0) -> bool:
+        """Whether the KV cache of `instance` is being mapped in another thread, which takes a few
+        seconds at most. The first call for an instance starts the mapping; False after `patience`
+        seconds."""
+        until = self._coming.get(instance)
+        if until is None:
+            refused = self._closed or instance in self._tables.refused
+            if instance in self._mapped or refused:
+                return False
+            until = self._coming[instance] = time.monotonic() + patience
+            self._wake.set()
+        return time.monotonic() < until
 
     def get(self, instance: bytes) -> Neighbour | None:
         """Return the KV cache of `instance`; None while it is being mapped or cannot be read, and
         for good once the owner has ended. Starts the mapping as `expects` does."""
         self.expects(instance)
-        return self._here.get(instance)
+        return self._mapped.get(instance)
 
-    def close(self) -> None:
-        """Unmap each KV cache after its last copy. Waits at most `CLOSE_SECONDS`. Idempotent."""
+    def close(self, patience: float = 5.0) -> None:
+        """Unmap each KV cache after its last copy. Waits `patience` seconds at most for a mapping
+        under way. Idempotent."""
         self._closed = True
-        until = time.monotonic() + CLOSE_SECONDS
-        for thread in self._threads:
-            thread.join(max(until - time.monotonic(), 0.0))
-        if any(thread.is_alive() for thread in self._threads):
-            log.warning("other instances' KV caches stay mapped until their last copy is over")
+        self._wake.set()
+        self._thread.join(patience)
 
-    # ---- the thread of one owner
+    # ---- the thread
 
-    def _run(self, instance: bytes) -> None:
-        """Map a KV cache: two requests to the server, then some 10 ms for 40 GiB of a GPU. Unmap it
-        when the owner has ended, or at `close`.
-
-        After a failure `expects` tries again later; never if the KV cache has another layout."""
-        what = "mapping another instance's KV cache, which is tried again later"
-        with threads.survives(what):
+    def _turn(self) -> bool:
+        """Map new KV caches, and drop those of ended owners. Returns whether to end."""
+        self._wake.wait(0.1 if self._mapped or self._coming else None)
+        self._wake.clear()
+        if self._closed:
+            self._mapped.clear()
+            self._tables.close()
+            return True
+        for instance in list(self._mapped):
+            self._drop_ended(instance)
+        for instance in list(self._coming):
+            # Also after an error: a load waits while the instance is in `_coming`.
             try:
-                with ExitStack() as undo:
-                    self._serve(instance, undo)
-            except (VCacheError, OSError) as error:
-                self._refused.failed(instance, error)
-            except BaseException:
-                self._refused.add(instance, RETRY_SECONDS)
-                raise
-        # A load waits while the instance is in `_coming`.
-        self._coming.pop(instance, None)
+                self._map(instance)
+            except Exception as error:
+                self._tables.refused.failed(instance, error)
+                if not isinstance(error, VCacheError | OSError):
+                    raise
+            finally:
+                del self._coming[instance]
+        return False
 
-    def _serve(self, instance: bytes, undo: ExitStack) -> None:
+    def _map(self, instance: bytes) -> None:
+        """Map a KV cache: two requests to the server, then some 10 ms for 40 GiB of a GPU."""
         started = time.perf_counter()
-        joined, view, pidfds = open_instance(self._client, instance)
-        undo.callback(sockets.close_fds, pidfds)
+        if (view := self._tables.view(instance)) is None:
+            return
         shape, fds = self._client.open_cache(instance, self._rank)
         try:
-            check_shape(shape, joined.blocks, self._kv, self._device)
-            neighbour = Neighbour(instance, shape, view)
-            undo.callback(_unmap, neighbour)
-            neighbour.map(fds, self._device)
+            check_shape(shape, view.blocks, self._kv, self._device)
+            self._mapped[instance] = Neighbour(shape, view, fds, self._device)
         finally:
             # Mappings keep the memory.
             sockets.close_fds(fds)
-        undo.callback(self._forget, instance)
-        self._here[instance] = neighbour
-        self._coming.pop(instance, None)
         ms, where = (time.perf_counter() - started) * 1e3, f"{instance.hex()} on {shape.device}"
         log.info("mapped the KV cache of instance %s, in %.1f ms", where, ms)
-        ends = select.poll()
-        for pidfd in pidfds:
-            ends.register(pidfd, select.POLLIN)
-        while not (self._closed or view.dead or ends.poll(LOOK_SECONDS * 1000)):
-            pass
 
-    def _forget(self, instance: bytes) -> None:
-        self._refused.add(instance)
-        self._here.pop(instance, None)
-        if not self._closed:
-            log.info("instance %s has ended: it is unmapped here", instance.hex())
-
-
-def _unmap(neighbour: Neighbour) -> None:
-    def turn() -> bool:
-        if neighbour.unmap():
-            return True
-        time.sleep(LOOK_SECONDS)
-        return False
-
-    threads.repeat(turn, "unmapping another instance's KV cache")
-
-
-def _address(held: mmap.mmap | torch.Tensor) -> int:
-    if isinstance(held, torch.Tensor):
-        return held.data_ptr()
-    return int(np.frombuffer(held, dtype=np.uint8).ctypes.data)
+    def _drop_ended(self, instance: bytes) -> None:
+        """Drop a KV cache whose owner has ended or given it up, or of which that is not known."""
+        lives = False
+        try:
+            lives = self._tables.view(instance) is not None
+        finally:
+            if not lives:
+                del self._mapped[instance]
+                log.info("instance %s has ended: it is unmapped here", instance.hex())

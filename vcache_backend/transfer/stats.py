@@ -92,7 +92,8 @@ class EngineStats:
         A ServerUnavailable is not logged here."""
         first = self.failed(f"{call}: {type(error).__name__}") == 1
         if first and not isinstance(error, ServerUnavailable):
-            log.warning("%s failed, which counts as a miss: %s", call, error)
+            # Not the error itself: it refers to its frames, and so to mapped memory.
+            log.warning("%s failed, which counts as a miss: %s", call, str(error))
         return 0
 
     def counted(self, prefix: str) -> dict[str, int]:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vcache_backend.errors import VCacheError
+from vcache_backend.errors import ServerUnavailable, VCacheError
 from vcache_backend.protocol.messages import ChunkKey, Location, Refusal, Reserved
+from vcache_backend.transfer.outbox import polled
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.stats import EngineStats
-from vcache_backend.vram_pool.copies.copier import Completion, Mark
+from vcache_backend.vram_pool.copies.copier import Completion, CopyJob, Mark
 
 if TYPE_CHECKING:
     from vcache_backend.transfer.session import Session
@@ -74,7 +75,7 @@ class PendingStore:
         for listener in self.session.on_stored:
             listener(self.keys)
 
-    def give_up(self) -> None:
+    def give_up(self, error: Exception) -> None:
         """Return the reservation of a store that has failed, unless its copy may still be writing.
         Does nothing to a store that was committed."""
         with suppress(VCacheError):
@@ -83,8 +84,16 @@ class PendingStore:
 
 
 def give_back(session: Session, reservation: int) -> None:
-    """Abort a reservation. No copy may be writing into its slots."""
-    session.outbox.send(partial(session.client.abort, reservation))
+    """Abort a reservation in the background, until the server has answered. No copy may be writing
+    into its slots."""
+    client = session.client
+
+    def again(error: Exception) -> None:
+        if isinstance(error, ServerUnavailable):
+            give_back(session, reservation)
+
+    connected = polled(lambda: client.connected, 0.05)
+    session.outbox.after(connected, partial(client.abort, reservation), failed=again)
 
 
 _REFUSALS = {Refusal.EXISTS: "exists", Refusal.BUSY: "busy", Refusal.FULL: "full"}
@@ -165,7 +174,7 @@ def _gather(
     """Copy chunks into their slots, unless it is later than `launch_by` (time.monotonic). Returns
     the copy, its bytes, and objects that must live until the copy is complete."""
     stats, count, nbytes = session.stats, len(slots), places.kv.chunk_bytes(session.chunk_size)
-    views = session.views(list(slots.values()))
+    views = session.pool.slots(list(slots.values()))
     fits = len(views) == count and all(view.nbytes >= nbytes for view in views)
     whole = fits and all(map(places.holds, slots))
     if not whole or time.monotonic() > launch_by:
@@ -175,8 +184,8 @@ def _gather(
         rows = places.store_rows(list(slots), [view.address for view in views])
     local = all(view.local for view in views)
     host = any(view.whole.device.type == "cpu" for view in views)
-    copy = session.copier.gather(places.kv, *rows, mark, views, local=local, host=host)
-    return copy, nbytes * count, views
+    job = CopyJob(places.kv, *rows, keep=views, local=local, host=host, to_origin=True)
+    return session.copier.copy(job, mark), nbytes * count, views
 
 
 def _note_refusals(stats: EngineStats, reserved: Reserved, epoch: int) -> None:

@@ -1,6 +1,6 @@
 """Generation tables: a counter for each block of a KV cache, or each slot of a segment, identifies
 the contents. Only the owner writes its table; all other processes read it. This is the table of a
-KV cache; the metadata server writes the tables of segments (`protocol.slot_layout`).
+KV cache; the metadata server writes the tables of segments (`metadata_server.slots`).
 
 The owner changes a block's counter before it writes to the block again. After a copy, the reader
 compares the counter with the published number: if both are equal, the copy is right. Published
@@ -29,26 +29,20 @@ import numpy.typing as npt
 
 from vcache_backend.errors import SegmentError, raising_as
 from vcache_backend.protocol import generation_table
-from vcache_backend.protocol.generation_table import MAGIC, SEALS, VERSION
+from vcache_backend.protocol.generation_table import DEAD_AT as _DEAD_AT
+from vcache_backend.protocol.generation_table import HEADER as _HEADER
+from vcache_backend.protocol.generation_table import MAGIC, SEALS, SLOTS, VERSION, owner
 from vcache_backend.protocol.messages import (
     GENERATION_BYTES,
     INSTANCE_BYTES,
     MAX_BLOCKS,
     NUMBER_BYTES,
 )
-from vcache_backend.protocol.slot_layout import DEAD_AT as _DEAD_AT
-from vcache_backend.protocol.slot_layout import HEADER as _HEADER
-from vcache_backend.protocol.slot_layout import MAGIC as _SLOTS_MAGIC
-from vcache_backend.protocol.slot_layout import SLOTS, TABLE_BYTES, owner
-from vcache_backend.protocol.slot_layout import VERSION as _SLOTS_VERSION
 from vcache_backend.seals import lacking, sealed
 
 MACHINE = "x86_64"
 VOID = 1
 """The counter of a block that must not be read."""
-MOST_ALONE = 500
-"""With more elements numpy lends the interpreter to other threads, and vLLM's scheduler waits to
-get it back. `take` always lends it."""
 _ODD = np.uint64(1)
 _PARITY = bytes(byte & 1 for byte in range(256))
 
@@ -62,11 +56,13 @@ def packed(counters: UInt64s, blocks: Blocks) -> bytes:
     return b"".join([counters[part].tobytes() for part in _parts(blocks)])
 
 
-def _parts(blocks: Blocks) -> list[npt.NDArray[np.intp]]:
-    """Split blocks into parts of `MOST_ALONE`. numpy takes less time for its own type of index."""
-    # Each part by itself: numpy would lend the interpreter to convert all blocks at once.
-    starts = range(0, len(blocks), MOST_ALONE)
-    return [np.asarray(blocks[at : at + MOST_ALONE], np.intp) for at in starts]
+def _parts(blocks: Blocks, most: int = 500) -> list[npt.NDArray[np.intp]]:
+    """Split blocks into parts of `most`. With more elements numpy lends the interpreter to other
+    threads, and vLLM's scheduler waits to get it back. `take` always lends it."""
+    # Each part by itself: numpy would lend the interpreter to convert all blocks at once. numpy
+    # takes less time for its own type of index.
+    starts = range(0, len(blocks), most)
+    return [np.asarray(blocks[at : at + most], np.intp) for at in starts]
 
 
 def first_odd(packed: bytes) -> int:
@@ -123,7 +119,8 @@ class Generations:
 
     def has_void(self, blocks: Sequence[int]) -> bool:
         """Whether one of these blocks must not be read."""
-        return any(map(VOID.__and__, map(self.counters.data.__getitem__, blocks)))
+        memory = self.counters.data
+        return any(memory[block] & VOID for block in blocks)
 
     def void_all(self) -> None:
         """Mark all blocks as not to be read until they are filled again."""
@@ -172,11 +169,12 @@ class GenerationView:
         Raises SegmentError unless it is this segment's."""
         _check_machine()
         with raising_as(SegmentError, "table of slots", OSError):
-            if reason := lacking(fd) or (os.fstat(fd).st_size != TABLE_BYTES and "of another size"):
+            size = generation_table.nbytes(SLOTS)
+            if reason := lacking(fd) or (os.fstat(fd).st_size < size and "of another size"):
                 raise SegmentError(f"table of slots: {reason}")
-            memory = mmap.mmap(fd, mmap.PAGESIZE + 8 * SLOTS, prot=mmap.PROT_READ)
+            memory = mmap.mmap(fd, size, prot=mmap.PROT_READ)
         magic, version, _, theirs, _ = _HEADER.unpack_from(memory)
-        if (magic, version, theirs) != (_SLOTS_MAGIC, _SLOTS_VERSION, owner(segment)):
+        if (magic, version, theirs) != (MAGIC, VERSION, owner(segment)):
             raise SegmentError(f"table of slots: not that of segment {segment}")
         return cls(memory, SLOTS)
 

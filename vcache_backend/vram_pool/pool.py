@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 
 import numpy as np
+import torch
 
 from vcache_backend import threads
 from vcache_backend.config import ByteSize
 from vcache_backend.errors import SegmentError, VCacheError
+from vcache_backend.protocol import sockets
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import (
     Location,
@@ -25,7 +27,7 @@ from vcache_backend.vram_pool.copies.geometry import Int64s
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.generations import GenerationView
 from vcache_backend.vram_pool.memory_budget import Shortfall
-from vcache_backend.vram_pool.regions import MappedSegment, SlotView
+from vcache_backend.vram_pool.regions import OwnedSegment, SlotView
 
 log = logging.getLogger(__name__)
 
@@ -33,27 +35,24 @@ MAX_WAITS = 30
 """For how many heartbeats a worker tries again, after a restart of the server: to offer its
 segments, whose old server may still be ending; then to lend, since the memory of segments that were
 not taken back is free only once every process has unmapped them."""
-PIECE_BYTES = 4 << 30
-"""The size of the segments in which pinned host memory is lent: some seconds until the first is
-ready."""
-CLOSE_SECONDS = 5.0
-"""How long `close` waits for the driver's work."""
 
 
-class PoolSegment:
+class PoolSegment(OwnedSegment):
     """A mapped segment, and the generations of its slots. Any thread.
 
-    local: the memory is on the reader's own device. view: of the table of slots. A reader compares
-    a slot's generation after its copy; see `right`."""
+    It has its own fds, to offer the segment again if the metadata server has lost the segment.
+    whole: the bytes, mapped as long as this object or a tensor over them lives. local: the memory
+    is on the reader's own device. table: has the fd of the table of slots. view: of this table. A
+    reader compares a slot's generation after its copy."""
 
-    def __init__(self, mapped: MappedSegment, table: int, local: bool) -> None:
-        """table: an fd, from the server; the caller keeps it. Raises SegmentError."""
-        self.mapped, self.local = mapped, local
-        self.view = GenerationView.of_segment(table, mapped.id)
-        with ExitStack() as undo:
-            self.table = os.dup(table)
-            undo.callback(os.close, self.table)
-            self._undo = undo.pop_all()
+    def __init__(
+        self, info: SegmentInfo, fd: int, whole: torch.Tensor, table: int, local: bool
+    ) -> None:
+        """table: an fd. The caller keeps both fds. Raises SegmentError, OSError."""
+        self.view = GenerationView.of_segment(table, info.id)
+        self.whole, self.local = whole, local
+        super().__init__(info, os.dup(fd))
+        self.table = OwnedSegment(info, os.dup(table))
 
     def slot_offsets(self, run: SlotRun, nbytes: int) -> Int64s | None:
         """Return the first byte of each of the run's slots; None if the slots cannot be in this
@@ -62,24 +61,12 @@ class PoolSegment:
         if nbytes > run.slot_bytes or run.offset < 0 or not len(slots) or slots.min() < 0:
             return None
         offsets: Int64s = run.offset + slots * run.slot_bytes
-        return offsets if int(offsets.max()) + run.slot_bytes <= self.mapped.nbytes else None
-
-    def right(self, slots: bytes, generations: bytes) -> int:
-        """Count the leading slots that still have these generations. Both packed as in the
-        protocol."""
-        return self.view.leading(slots, generations)
-
-    def enter(self) -> bool:
-        """Whether a copy may begin. Tensors keep the memory mapped."""
-        return not self.view.dead
-
-    def leave(self) -> None:
-        """A copy is over."""
+        return offsets if int(offsets.max()) + run.slot_bytes <= self.nbytes else None
 
     def close(self) -> None:
-        """Unmap the segment, unless tensors over it are alive. Idempotent."""
-        self.mapped.close()
-        self._undo.close()
+        """Close the fds. Idempotent."""
+        super().close()
+        self.table.close()
 
 
 class Pool:
@@ -91,7 +78,8 @@ class Pool:
     offers all its segments to a restarted server, and unmaps dropped segments.
 
     Host memory beside a GPU is allocated and locked by a thread of its own, in some 0.5 s a GiB, in
-    pieces of `PIECE_BYTES`; until a segment is ready, this process does not use it."""
+    pieces of 4 GiB, the first of which is ready in some seconds; until a segment is ready, this
+    process does not use it."""
 
     def __init__(
         self,
@@ -137,30 +125,26 @@ class Pool:
         """Views of the leading locations that this process can write to. Maps new segments.
 
         A view keeps the segment mapped: keep all views until the copy is over."""
-        views, known = list[SlotView](), dict[SegmentId, PoolSegment | None]()
+        views = list[SlotView]()
         for location in locations:
             id_, offset, length = location.segment, location.offset, location.length
-            if id_ not in known:
-                known[id_] = self.segment(id_)
-            segment = known[id_]
-            if segment is None:
+            if (segment := self.segment(id_)) is None:
                 break
-            if offset + length > segment.mapped.nbytes:
+            if offset + length > segment.nbytes:
                 said = "segment %s has no bytes [%d, %d); this location is not used"
                 log.error(said, id_, offset, offset + length)
                 break
-            whole = segment.mapped.whole
-            address = whole.data_ptr() + offset
-            views.append(SlotView(address, length, segment.local, whole, offset))
+            address = segment.whole.data_ptr() + offset
+            views.append(SlotView(address, length, segment.local, segment.whole, offset))
         return views
 
     def mapped(self) -> list[SegmentInfo]:
-        return [segment.mapped.info for segment in list(self._mapped.values())]
+        return [segment.info for segment in list(self._mapped.values())]
 
-    def close(self) -> None:
+    def close(self, patience: float = 5.0) -> None:
         """Unmap everything. The server keeps the segments. Copies must be over. Idempotent.
 
-        Waits some seconds for the driver's work: the process must not end in a driver call."""
+        Waits `patience` seconds for the driver's work: the process must not end in such a call."""
         self._client.on_segments = lambda infos: None
         with self._lock:
             self._closed = True
@@ -168,7 +152,7 @@ class Pool:
                 segment.close()
             self._mapped.clear()
         if self._thread is not None:
-            self._thread.join(CLOSE_SECONDS)
+            self._thread.join(patience)
 
     # ---- following the server
 
@@ -206,9 +190,9 @@ class Pool:
     def _offer(self, segment: PoolSegment) -> bool:
         """Hand a segment to a server that lacks it, with the table of its slots. Runs outside the
         lock, since loads and stores wait for the lock."""
-        info = segment.mapped.info
+        info = segment.info
         try:
-            chunks, table = self._client.add_segment(info, segment.mapped.fd, segment.table)
+            chunks, table = self._client.add_segment(info, segment.fd, segment.table.fd)
         except VCacheError as error:
             log.info("segment %s could not be offered again: %s", info.id, error)
             return False
@@ -217,7 +201,7 @@ class Pool:
         return True
 
     def _unmap(self, segment: PoolSegment, restarted: bool) -> None:
-        id_ = segment.mapped.id
+        id_ = segment.id
         with self._lock:
             self._mapped.pop(id_, None)
             segment.close()
@@ -266,11 +250,12 @@ class Pool:
 
     # ---- lending
 
-    def _contribute(self, infos: list[SegmentInfo]) -> None:
+    def _contribute(self, infos: list[SegmentInfo], most: int = 4 << 30) -> None:
         """Complete the own device's share of the pool, once for each server process.
 
-        The server allows one of the device's workers to lend; the other workers ask again until the
-        share is complete. A segment that is dropped later is not replaced."""
+        most: bytes of a segment of pinned memory. The server allows one of the device's workers to
+        lend; the other workers ask again until the share is complete. A segment that is dropped
+        later is not replaced."""
         epoch = self._client.epoch
         if self._contributed == epoch:
             return
@@ -284,40 +269,50 @@ class Pool:
         except VCacheError as error:
             log.debug("lend: %s", error)
             return
-        piece = min(nbytes, PIECE_BYTES) if self._pinned else nbytes
+        piece = min(nbytes, most) if self._pinned else nbytes
         if piece and self._lend(piece) and piece == nbytes:
             self._contributed = epoch
 
     def _lend(self, nbytes: int) -> bool:
         """Make a segment, and hand it to the server. False if the worker should try again."""
-        try:
-            over = None if self._pinned else self._over_budget(self._segment_bytes, nbytes)
-            if over is not None:
-                held, nbytes = self._segment_bytes - nbytes, over.fits
-                if held + nbytes < self._least or self._waits > 0:
-                    raise SegmentError(over.said)
+        with ExitStack() as undo:
+            try:
+                nbytes = self._within_budget(nbytes)
                 if not nbytes:
                     return True
-                size = ByteSize(held + nbytes).about
-                log.info("the pool on %s gets %s, which fits: %s", self.device, size, over.said)
-            with regions.create(self.device, nbytes) as owned:
-                mapped = regions.map_segment(owned.info, owned.fd, self.device)
-        except SegmentError as error:
-            self._waits -= 1
-            if self._waits >= 0:
+                owned = undo.enter_context(regions.create(self.device, nbytes))
+                whole = regions.map_segment(owned.info, owned.fd, self.device)
+            except SegmentError as error:
+                self._waits -= 1
+                if self._waits >= 0:
+                    return False
+                self._contributed = self._client.epoch
+                self._no_more(error)
+                return True
+            try:
+                _, table = self._client.add_segment(owned.info, owned.fd)
+            except VCacheError as error:
+                # Not the error itself: it refers to this frame, and so to the mapping.
+                said = str(error)
+                log.warning("segment %s on %s was not lent: %s", owned.id, self.device, said)
                 return False
-            self._contributed = self._client.epoch
-            self._no_more(error)
-            return True
-        try:
-            _, table = self._client.add_segment(mapped.info, mapped.fd)
-        except VCacheError as error:
-            log.warning("segment %s on %s was not lent: %s", mapped.id, self.device, error)
-            mapped.close()
-            return False
-        size = f"{mapped.nbytes:,} B"
-        log.info("lent %s of %s to the pool as segment %s", size, self.device, mapped.id)
-        return self._admit(mapped, table) is not None
+            undo.callback(os.close, table)
+            size = f"{owned.nbytes:,} B"
+            log.info("lent %s of %s to the pool as segment %s", size, self.device, owned.id)
+            return self._admit(owned.info, owned.fd, whole, table) is not None
+
+    def _within_budget(self, nbytes: int) -> int:
+        """Return how many of the `nbytes` bytes to allocate. SegmentError if that is too little."""
+        over = None if self._pinned else self._over_budget(self._segment_bytes, nbytes)
+        if over is None:
+            return nbytes
+        size = self._segment_bytes - nbytes + over.fits
+        if size < self._least or self._waits > 0:
+            raise SegmentError(over.said)
+        if over.fits:
+            about = ByteSize(size).about
+            log.info("the pool on %s gets %s, which fits: %s", self.device, about, over.said)
+        return over.fits
 
     def _no_more(self, error: SegmentError) -> None:
         """Log that nothing more is lent, and report it for `vcache status` and `vcache doctor`."""
@@ -344,35 +339,33 @@ class Pool:
         """Ask the server for a segment, and map it. Returns None and logs a failure; a failure of
         the server is only a debug message."""
         try:
-            info, fd, table = self._client.open_segment(info.id)
+            info, *fds = self._client.open_segment(info.id)
         except VCacheError as error:
             log.debug("segment %s: %s", info.id, error)
             return None
         try:
-            mapped = regions.map_segment(info, fd, self.device)
+            fd, table = fds
+            return self._admit(info, fd, regions.map_segment(info, fd, self.device), table)
         except SegmentError as error:
-            os.close(table)
             self._refuse(info.id, error)
             return None
         finally:
-            os.close(fd)
-        return self._admit(mapped, table)
+            sockets.close_fds(fds)
 
-    def _admit(self, mapped: MappedSegment, table: int) -> PoolSegment | None:
+    def _admit(
+        self, info: SegmentInfo, fd: int, whole: torch.Tensor, table: int
+    ) -> PoolSegment | None:
         """Use a mapped segment from now on, unless the pool is closed or the segment's table cannot
-        be read. Closes `table`."""
-        local = mapped.device == self.device.name and not self._pinned
+        be read. The caller keeps the fds."""
+        local = info.device == self.device.name and not self._pinned
         try:
-            segment = PoolSegment(mapped, table, local)
+            segment = PoolSegment(info, fd, whole, table, local)
         except (SegmentError, OSError) as error:
-            mapped.close()
-            self._refuse(mapped.id, error)
+            self._refuse(info.id, error)
             return None
-        finally:
-            os.close(table)
         with self._lock:
             if not self._closed:
-                self._mapped[mapped.id] = segment
+                self._mapped[info.id] = segment
                 return segment
         segment.close()
         return None

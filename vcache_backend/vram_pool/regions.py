@@ -6,13 +6,14 @@ The fd alone keeps the memory alive: the maker keeps no handle, and maps the seg
 other process. A GPU gets its memory back once the last fd and mapping are closed.
 
 >>> with create(Device("host", "host"), 1 << 20) as owned:
-...     mapped = map_segment(owned.info, owned.fd, Device("host", "host"))"""
+...     whole = map_segment(owned.info, owned.fd, Device("host", "host"))"""
 
 from __future__ import annotations
 
 import os
 import secrets
 import stat
+import weakref
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Self
 
@@ -43,11 +44,6 @@ class SlotView(NamedTuple):
         """The bytes as contiguous 1-D uint8. Built on demand: kernels need only the address."""
         return self.whole[self.offset : self.offset + self.nbytes]
 
-    @classmethod
-    def over(cls, tensor: Tensor, *, local: bool) -> SlotView:
-        """A view of all of `tensor`, contiguous 1-D uint8."""
-        return cls(tensor.data_ptr(), tensor.numel(), local, tensor, 0)
-
 
 class OwnedSegment:
     """An allocation made by this process, with an fd and no address. Close it from one thread.
@@ -57,60 +53,27 @@ class OwnedSegment:
     granularity)."""
 
     def __init__(self, info: SegmentInfo, fd: int) -> None:
-        """fd: this object closes it."""
+        """fd: this object closes it, at the latest when it is dropped."""
         self.info, self.id, self.device, self.nbytes = info, info.id, info.device, info.nbytes
-        self._fd = fd
+        self._fd, self._close = fd, weakref.finalize(self, os.close, fd)
 
     @property
     def fd(self) -> int:
         """The fd, to be sent with SCM_RIGHTS; this object keeps it. Raises SegmentError once
         closed: another file may have the number."""
-        if self._fd < 0:
+        if not self._close.alive:
             raise SegmentError(f"segment {self.id} is closed")
         return self._fd
 
     def close(self) -> None:
         """Close the fd. Idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_fd", -1) >= 0:
-            self.close()
-
-
-class MappedSegment(OwnedSegment):
-    """An allocation, own or foreign, at an address of this process, for one reader device.
-
-    It has its own fd, to offer the segment again if the metadata server has lost its fd. The
-    mapping ends with the last tensor over it, so no tensor ever dangles. Raw addresses are not
-    counted: wait for work on raw addresses before `close`. On a GPU, unmapping waits for the reader
-    device's work."""
-
-    def __init__(self, info: SegmentInfo, fd: int, whole: Tensor) -> None:
-        super().__init__(info, fd)
-        self._whole: Tensor | None = whole
-
-    @property
-    def whole(self) -> Tensor:
-        """The segment's bytes, perhaps with padding, as 1-D uint8. Raises SegmentError once
-        closed."""
-        if self._whole is None:
-            raise SegmentError(f"segment {self.id} is closed")
-        return self._whole
-
-    def close(self) -> None:
-        """Close the fd and drop the reference to the mapping; live tensors stay usable.
-        Idempotent."""
-        self._whole = None
-        super().close()
 
 
 def create(device: Device, nbytes: int) -> OwnedSegment:
@@ -127,26 +90,24 @@ def create(device: Device, nbytes: int) -> OwnedSegment:
         return OwnedSegment(SegmentInfo(id, device.name, device.medium, nbytes), fd)
 
 
-def map_segment(info: SegmentInfo, fd: int, reader: Device) -> MappedSegment:
-    """Map a segment for `reader`, readable and writable. `fd` stays the caller's.
+def map_segment(info: SegmentInfo, fd: int, reader: Device) -> Tensor:
+    """Map a segment, own or foreign, for `reader`: its bytes, perhaps with padding, as 1-D uint8,
+    readable and writable. `fd` stays the caller's.
 
-    `info` and `fd` may come from a peer, so sizes and the kind of fd are checked before the kernel
-    or the driver gets them. Raises SegmentError, and leaves nothing behind: other medium, no peer
-    access, forged fd, out of memory."""
+    The mapping ends with the last tensor over it, so no tensor ever dangles. On a GPU, unmapping
+    waits for the reader device's work; raw addresses are not counted. `info` and `fd` may come from
+    a peer, so sizes and the kind of fd are checked before the kernel or the driver gets them.
+    Raises SegmentError, and leaves nothing behind: other medium, no peer access, forged fd, out of
+    memory."""
     _check_size(info.id, info.nbytes)
     if info.medium != reader.medium:
         kind = f"{info.medium} memory of {info.device}"
         raise SegmentError(f"segment {info.id} is {kind}: {reader.name} cannot map that")
     what = f"segment {info.id} of {info.device}"
-    with raising_as(SegmentError, what, OSError, SegmentError), ExitStack() as undo:
-        own = os.dup(fd)
-        undo.callback(os.close, own)
+    with raising_as(SegmentError, what, OSError, SegmentError):
         if info.medium == "cuda":
-            whole = map_gpu_memory(own, info.nbytes, info.device, reader)
-        else:
-            whole = host_memory.map_fd(own, info.nbytes, reader.ordinal)
-        undo.pop_all()
-        return MappedSegment(info, own, whole)
+            return map_gpu_memory(fd, info.nbytes, info.device, reader)
+        return host_memory.map_fd(fd, info.nbytes, reader.ordinal)
 
 
 def _check_size(id: SegmentId, nbytes: int) -> None:

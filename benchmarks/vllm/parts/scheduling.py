@@ -1,18 +1,21 @@
 """What our connector costs vLLM's scheduler for each request: the time of its scheduler side's
-methods, in the engine core."""
+methods, in the engine core. And what it costs a step in which requests only decode."""
 
 from __future__ import annotations
 
 import json
 import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from ...results import Row, percentile, row
-from ..fleet import Run
+from ..fleet import OWNERS, Fleet, Run
 
 SECONDS = 120.0
-ALLOWED_US = {"vllm": 250.0, "inplace": 600.0}
+ALLOWED_US = {"vllm": 500.0, "inplace": 1000.0}
 """By the way of sharing: in place there is a generation to note for every block."""
 COUNTS = {"4k": 10, "16k": 5}
 """Prompts of each length, each for hits and for misses, on an idle engine and beside running
@@ -64,6 +67,10 @@ def _row(way: str, case: str, spent: list[dict[str, float]], what: str) -> Row:
     text. spent: by request what `Probe` has written.
     """
     steps = [int(each.pop("steps", 0)) for each in spent]
+    spent = [
+        {name: took for name, took in each.items() if not name.startswith("worker.")}
+        for each in spent
+    ]
     sums = [US * sum(each.values()) for each in spent]
     names = {name for each in spent for name in each}
     medians = {
@@ -75,3 +82,102 @@ def _row(way: str, case: str, spent: list[dict[str, float]], what: str) -> Row:
         f"by method in us: {', '.join(f'{name} {median:.1f}' for name, median in ordered)}"
     )
     return row(f"{way}_scheduler_us_{case}", "us", sums, ALLOWED_US[way], what=text)
+
+
+# ---- requests that decode
+
+ARMS = {"alone": "alone", "hnd64": "hnd64_alone", "inplace": "decodes", "consumer": "consumer"}
+"""Instances by what rows call them."""
+RUNNING, STEPS, WAITING = (1, 8, 32), 48, 28
+"""Requests that decode; steps of a round; requests that wait in `waiting`."""
+HELD_UP, ARRIVING = 8, 3
+"""Beside how many requests others wait, or arrive, and how many arrive in a round."""
+
+
+def decode_steps(run: Run) -> list[Row]:
+    """What vcache costs a step in which requests only decode, on one GPU: instances that are
+    asked in turn. The consumer's also beside others that wait for what nobody computes."""
+    run.fleet.settle()
+    rows = list[Row]()
+    for running in RUNNING:
+        run.clock.check(10)
+        rows += _decoding(run, running)
+    return rows + _arrivals(run)
+
+
+def _steps(
+    fleet: Fleet,
+    name: str,
+    prompts: list[list[int]],
+    waiting: Sequence[list[int]] = (),
+    arriving: Sequence[list[int]] = (),
+) -> tuple[list[float], dict[str, float]]:
+    """How long each step took, in ms, and what our connector's methods took of one, in us."""
+    file = fleet.folder / f"{name}-steps.jsonl"
+    file.unlink(missing_ok=True)
+    given: dict[str, Any] = {"prompts": prompts, "waiting": list(waiting)}
+    given |= {"arriving": list(arriving), "count": STEPS, "extra": {"timed": str(file)}}
+    seconds = fleet.instance(ARMS[name]).ask("steps", SECONDS, **given)
+    spent = json.loads(file.read_text()) if file.exists() else {}
+    count = spent.pop("steps", 0) or 1
+    return [1e3 * each for each in seconds], {key: US * spent[key] / count for key in spent}
+
+
+def _decoding(run: Run, running: int) -> list[Row]:
+    """The rows of so many requests."""
+    scale, prompts = run.fleet.scale, run.prompts
+    # Two thirds of the KV cache, and as much for one request as for one of eight.
+    room = OWNERS * scale.kv_bytes // scale.token_bytes * 2 // 3
+    length = min(room // max(8, running), scale.max_model_len // 4)
+    asked = [prompts.new(length) for _ in range(running)]
+    waiting = [prompts.new(length) for _ in range(WAITING if running == HELD_UP else 0)]
+    ms, spent = defaultdict[str, list[float]](list), defaultdict[str, list[dict[str, float]]](list)
+    for turn in range(run.rounds + 1):
+        for name in sorted(ARMS, reverse=turn % 2 == 1):
+            for kind, held in {name: [], "waiting": waiting}.items():
+                if kind == name or (held and name == "consumer"):
+                    took, own = _steps(run.fleet, name, asked, held)
+                    ms[kind] += [statistics.median(took)] if turn else []
+                    spent[kind] += [own] if turn else []
+    what = f"TPOT p50 of {running} requests of {length} tokens that decode, steps of {STEPS}"
+    rows = []
+    for name, against in (*((arm, "alone") for arm in ARMS), ("waiting", "consumer")):
+        if ms[name] and ms[against] and name != against:
+            case = f"decode_tpot_{running}" + (f"_{name}" if name != "inplace" else "")
+            most = 1.01 if name in ("inplace", "consumer", "waiting") else None
+            said = f"{what}: {name}; reference: {against}; {_shares(spent[name])}"
+            rows.append(row(case, "ms", ms[name], ms[against], what=said, at_most=most))
+    return rows
+
+
+def _arrivals(run: Run) -> list[Row]:
+    """What a request that begins with a hit adds to the steps of those that decode: its last token
+    is computed, as after a load by `NixlConnector`, or its last two tokens, in a step of another
+    shape. The consumer loads its hits from the engine in place, on the same GPU."""
+    scale, prompts = run.fleet.scale, run.prompts
+    length, added = scale.max_model_len // 8, defaultdict[str, list[float]](list)
+    asked = [prompts.new(length) for _ in range(HELD_UP)]
+    arms = [("alone", "alone", 1), ("alone", "alone", 2), ("consumer", "inplace", 2)]
+    for turn in range(run.rounds + 1):
+        for name, owner, tail in arms:
+            blocks = length // scale.block * scale.block
+            coming = [prompts.new(blocks + tail) for _ in range(ARRIVING)]
+            for prompt in coming:
+                child = run.fleet.instance(ARMS[owner])
+                child.ask("generate", SECONDS, tokens=prompt, count=1)
+            took, _ = _steps(run.fleet, name, asked, (), coming)
+            more = sum(took) - len(took) * statistics.median(took)
+            added[f"{name}_{tail}"] += [more / ARRIVING] if turn else []
+    what = f"ms that a hit of {length} tokens adds to the steps of {HELD_UP} requests; reference: "
+    what += "one token of it is computed, in the own cache"
+    first = added["alone_1"]
+    return [row(f"decode_arrival_{name}", "ms", ms, first, what=what) for name, ms in added.items()]
+
+
+def _shares(spent: list[dict[str, float]]) -> str:
+    """What the connector's two halves take of a step."""
+    named = sorted({name for each in spent for name in each})
+    own = {name: statistics.median(each.get(name, 0.0) for each in spent) for name in named}
+    worker = sum(took for name, took in own.items() if name.startswith("worker."))
+    each = ", ".join(f"{name} {took:.1f}" for name, took in own.items() if took >= 0.5)
+    return f"us a step: scheduler {sum(own.values()) - worker:.1f}, worker {worker:.1f} ({each})"

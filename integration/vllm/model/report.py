@@ -91,7 +91,6 @@ def report(name: str, settings: Config) -> ModelReport:
         chunk_size=size,
         chunk_bytes=chunk,
         state_bytes=state,
-        utilization=arguments.gpu_memory_utilization,
     )
 
 

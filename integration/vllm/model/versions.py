@@ -44,8 +44,8 @@ def watch() -> None:
 
 
 def _after_naming(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    def set_weight_version(self: Any, weight_version: str) -> Any:
-        answer = theirs(self, weight_version)
+    def set_weight_version(self: Any, weight_version: str, *args: Any, **kwargs: Any) -> Any:
+        answer = theirs(self, weight_version, *args, **kwargs)
         _tell(self, "weights_are", weight_version)
         return answer
 

@@ -6,11 +6,14 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from vcache_backend.errors import LayoutError
-from vcache_backend.vram_pool.copies import reference
-from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
+from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV, of_kinds
 
 
 class Completion(Protocol):
@@ -41,13 +44,17 @@ class Mark(Protocol):
 
 
 class CopyJob(NamedTuple):
-    """What a copier copies: rows between a KV cache and origins, see `Copier.pull`."""
+    """Pages to copy in one launch, between a KV cache and addresses that this process can reach."""
 
     kv: PagedKV
     rows: Int64s
+    """(n, 3): number of an origin, offset in bytes, KV block. If the KV cache has several kinds of
+    layers, each further kind has a column of offsets behind the block."""
     origins: Int64s
+    """(k, planes), for the planes of all kinds: the page of plane p of row r begins at address
+    `origins[r's origin, p] + r's offset`. Addresses are not checked."""
     keep: object = None
-    """To be held until the copy is over."""
+    """Held until the copy is over: keeps the pages mapped."""
     local: bool = False
     """Whether all pages of the origins are on the KV cache's device."""
     host: bool = False
@@ -57,55 +64,22 @@ class CopyJob(NamedTuple):
 
 
 class Copier(ABC):
-    """Moves bytes into and out of one KV cache. One worker uses it, in any thread.
+    """Moves bytes into and out of one KV cache. One worker uses it, in any thread."""
 
-    `gather` and `pull` raise LayoutError, and move nothing, if the rows or the device do not match
-    the KV cache. After a VCacheError no part of the copy runs. After another error (torch's
-    RuntimeError, a Triton error) the copy may be running, and the memory must not be used again.
+    def copy(self, job: CopyJob, after: Mark | None = None) -> Completion:
+        """Copy the pages. Work queued before this call sees the bytes before the copy, work queued
+        afterwards the bytes after it.
 
-    after: the copy starts once the work before this mark is done, and the caller's stream goes on
-    beside the copy. The caller must let no other work touch the blocks until the copy is over, or
-    queue a `fence`."""
+        after: the copy starts once the work before this mark is done, and the caller's stream goes
+        on beside the copy. The caller must let no other work touch the blocks until the copy is
+        over, or queue a `fence`.
 
-    def pull(
-        self,
-        kv: PagedKV,
-        rows: Int64s,
-        origins: Int64s,
-        after: Mark | None = None,
-        keep: object = None,
-        *,
-        local: bool = False,
-        host: bool = False,
-    ) -> Completion:
-        """Copy pages at any addresses into KV blocks, in one launch. Work queued before this call
-        reads the old bytes; work queued afterwards reads the new bytes.
-
-        rows: (n, 3) int64: number of an origin, offset in bytes, KV block. origins: (k, planes)
-        int64: the page of plane p of row r begins at address `origins[r's origin, p] + r's offset`.
-        If the KV cache has several kinds of layers, `planes` covers all kinds, and each further
-        kind has a column of offsets behind the block. Addresses are not checked: the caller keeps
-        the pages readable until the copy is over. keep: an object to hold until the copy is over.
-        local: all pages are on the KV cache's device; host: some are in host memory. Raises
-        LayoutError, and moves nothing, if a row names a block or an origin that does not exist."""
-        _check_rows(kv, rows, origins)
-        return self._run(CopyJob(kv, rows, origins, keep, local, host), after)
-
-    def gather(
-        self,
-        kv: PagedKV,
-        rows: Int64s,
-        origins: Int64s,
-        after: Mark | None = None,
-        keep: object = None,
-        *,
-        local: bool = False,
-        host: bool = False,
-    ) -> Completion:
-        """Copy KV blocks to pages at any addresses, with the bytes that work queued before this
-        call writes; work queued afterwards may overwrite the blocks. Arguments as of `pull`."""
-        _check_rows(kv, rows, origins)
-        return self._run(CopyJob(kv, rows, origins, keep, local, host, True), after)
+        Raises LayoutError, and moves nothing, if the device does not match, or if a row names a
+        block or an origin that does not exist. After a VCacheError no part of the copy runs. After
+        another error (torch's RuntimeError, a Triton error) the copy may be running, and the memory
+        must not be used again."""
+        _check(job)
+        return self._run(job, after)
 
     @abstractmethod
     def _run(self, job: CopyJob, after: Mark | None) -> Completion: ...
@@ -148,7 +122,7 @@ NOTHING = Finished(0.0)
 
 
 class HostCopier(Copier):
-    """Copies with `reference`, in the caller's thread: for KV caches in host memory."""
+    """Copies in the caller's thread: for KV caches in host memory."""
 
     def _run(self, job: CopyJob, after: Mark | None) -> Finished:
         if job.kv.device.type != "cpu":
@@ -156,12 +130,56 @@ class HostCopier(Copier):
                 f"the KV cache is on {job.kv.device}, and this copier only knows host memory"
             )
         started = time.perf_counter()
-        reference.copy(job.kv, job.rows, job.origins, to_origin=job.to_origin)
+        copy_pages(job)
         return Finished(time.perf_counter() - started)
 
 
-def _check_rows(kv: PagedKV, rows: Int64s, origins: Int64s) -> None:
-    """Raise LayoutError unless every row's origin and block exist. See `Copier.pull`."""
+def copy_pages(job: CopyJob) -> None:
+    """The copy in plain numpy, in host memory: for `HostCopier`, and as the kernel's reference."""
+    for kind, rows, bases in of_kinds(job.kv, job.rows, job.origins):
+        for origin in np.unique(rows[:, 0]).tolist():
+            of_it = rows[rows[:, 0] == origin]
+            first = int(of_it[:, 1].min())
+            step = int(np.gcd.reduce(of_it[:, 1] - first)) or kind.page_bytes
+            places, count = (
+                (of_it[:, 1] - first) // step,
+                int(of_it[:, 1].max() - first) // step + 1,
+            )
+            at, blocks = _as_slice(places), _as_slice(of_it[:, 2])
+            for base, (start, stride) in zip(bases[origin], kind.planes.tolist(), strict=True):
+                there = _pages(int(base) + first, count, step, kind.page_bytes)
+                here = _pages(start, kind.num_blocks, stride, kind.page_bytes)
+                if job.to_origin:
+                    there[at] = here[blocks]
+                else:
+                    here[blocks] = there[at]
+
+
+def _pages(address: int, count: int, step: int, nbytes: int) -> npt.NDArray[np.void]:
+    """`count` pages of `nbytes` bytes at raw addresses, `step` bytes apart; pages may overlap.
+    Memory is only touched when a page is read or written.
+
+    Numpy copies each page with one memcpy, in this thread. torch's own copies start threads that
+    wait for each other: beside a busy core a copy takes a hundred times as long."""
+    memory = {
+        "data": (address, False),
+        "shape": (count,),
+        "strides": (step,),
+        "typestr": f"|V{nbytes}",
+        "version": 3,
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=memory))
+
+
+def _as_slice(numbers: Int64s) -> Int64s | slice:
+    """A slice if the numbers are consecutive: numpy then copies the pages once instead of twice."""
+    consecutive = bool((np.diff(numbers) == 1).all())
+    return slice(int(numbers[0]), int(numbers[-1]) + 1) if consecutive else numbers
+
+
+def _check(job: CopyJob) -> None:
+    """Raise LayoutError unless every row's origin and block exist."""
+    kv, rows, origins = job.kv, job.rows, job.origins
     planes, columns = sum(len(kind.pages) for kind in kv.kinds), 2 + len(kv.kinds)
     if rows.shape[1:] != (columns,) or origins.shape[1:] != (planes,):
         raise LayoutError(

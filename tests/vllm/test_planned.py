@@ -1,0 +1,100 @@
+"""What an instance finds in another one, and what it has loaded then, for models of all kinds of
+block tables: vLLM's own schedulers with the connector's half, a real server, no model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from random import choices
+
+import pytest
+from processes import start_server
+from vllm_cases import needs_vllm
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")
+
+from soak.hits import KINDS, measured
+from soak.planned import MODELS, TURNS, Planned, caught
+from soak.scheduling import Instance, Place, Tables, full, place, state, window
+
+pytestmark = needs_vllm
+PAIRS = 60
+
+
+@pytest.fixture(scope="module")
+def where(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp("hits")
+    with start_server(folder / "vcache.sock", {}), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONHASHSEED", "0")
+        with place(folder / "vcache.sock", folder) as made:
+            yield made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_instance_finds_what_the_owners_own_cache_finds(where: Place, kind: str) -> None:
+    """To the token, whatever has been evicted, and wherever prompts part."""
+    result = measured(where, kind, PAIRS)
+    assert result.wrong == []
+    assert 4 * result.found_some > PAIRS, "too few find anything"
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_who_hits_within_a_block_of_vllms_own_cache_is_found(where: Place, resets: bool) -> None:
+    """A state's block is larger than one of attention, and vLLM's own hits end within it. But parts
+    of blocks have no generation, so that nothing is published behind one that a reset which vLLM
+    refused has left there."""
+    with ExitStack() as undo:
+        tables = Tables([full(16), state(64)])
+        owner, other = (Instance(where, undo, tables) for _ in range(2))
+        tokens = choices(range(3, 1000), k=60)
+        owner.finish(owner.add(tokens))
+        if resets:
+            running = owner.add([1, 2], 9)
+            owner.step()
+            assert not owner.scheduler.reset_prefix_cache(reset_connector=True)
+            owner.finish(running)
+        first = owner.half.publications.generations.coming
+        for turn in (1, 2):
+            tokens = tokens + choices(range(3, 1000), k=420)
+            assert owner.own(tokens) % 64
+            owner.finish(owner.add(tokens))
+            assert other.found([*tokens, 1]) == (0 if resets else (60 + 420 * turn) // 64 * 64)
+        assert (owner.half.publications.generations.coming == first) == resets
+
+
+def test_behind_a_window_from_before_a_reset_nothing_is_published(where: Place) -> None:
+    """Its request and one that reads no cache have computed the same blocks, before and after a
+    reset that vLLM refused. Of the older blocks those of full attention are evicted first."""
+    with ExitStack() as undo:
+        owner = Instance(where, undo, Tables([full(), window(40)]))
+        tokens = choices(range(3, 1000), k=320)
+        before = owner.add(tokens, 20)
+        owner.step()
+        older = set(owner.manager.get_block_ids(before.request_id)[0])
+        assert not owner.scheduler.reset_prefix_cache(reset_connector=True)
+        again = owner.request(tokens)
+        again.skip_reading_prefix_cache = True
+        owner.scheduler.add_request(again)
+        owner.finish(before, again)
+        owner.manager.block_pool.evict_blocks(older)
+        asked = owner.add([*tokens, *choices(range(3, 1000), k=100)], 9)
+        meta = owner.step()
+        assert asked.num_computed_tokens == 420
+        assert owner.half._requests[asked.request_id].local == 304
+        assert meta.publications == []
+
+
+# ---- whatever happens
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_is_published_and_loaded_is_right_whatever_happens(where: Place, model: str) -> None:
+    with ExitStack() as undo:
+        seen = Planned(where, MODELS[model], undo, f"7 {model}").run(TURNS)
+    assert min(seen[what] for what in ("loaded", "aborted", "preempted")) > 0, seen
+    assert seen["held"] > TURNS, seen
+
+
+@pytest.mark.parametrize("model", ["gpt-oss", "mixed"])
+def test_it_is_seen_where_loads_of_changed_blocks_count(where: Place, model: str) -> None:
+    assert caught(where, model, "7")
