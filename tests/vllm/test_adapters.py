@@ -20,7 +20,7 @@ def test_adapters_of_one_name_and_two_paths_or_contents_share_nothing() -> None:
     hashes = [bytes([i]) * 32 for i in range(8)]
 
     def made(*computed_with: bytes) -> list[ChunkKey]:
-        return chunk_keys(NAMESPACE.prefix, block_hashes(hashes, 0, 8, *computed_with), 2)
+        return chunk_keys(NAMESPACE.prefix, block_hashes(hashes, *computed_with), 2)
 
     def keys(path: str, content: str) -> list[ChunkKey]:
         adapter = SimpleNamespace(lora_name="poet", lora_path=path)

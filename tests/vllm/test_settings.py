@@ -229,7 +229,7 @@ in_turn = pytest.mark.parametrize("each", [1, 2, 8], ids="{} blocks a chunk".for
 @in_turn
 @given(blocks=hashes)
 def test_a_chunk_is_named_after_its_last_block(each: int, blocks: list[bytes]) -> None:
-    keys = chunk_keys(NAMESPACE.prefix, block_hashes(blocks, 0, len(blocks)), each)
+    keys = chunk_keys(NAMESPACE.prefix, block_hashes(blocks), each)
     assert len(keys) == len(blocks) // each
     for number, key in enumerate(keys):
         last = blocks[(number + 1) * each - 1]

@@ -27,8 +27,8 @@ from vcache_backend.integration.vllm.metadata import Link, WorkerReport
 from vcache_backend.integration.vllm.telemetry import stats
 from vcache_backend.integration.vllm.telemetry.stats import Meter, VCacheStats
 from vcache_backend.offload.transfers import DROPPED
+from vcache_backend.transfer.offloaded import CAUSES
 from vcache_backend.transfer.session import make_tier
-from vcache_backend.transfer.sources import CAUSES
 from vcache_backend.transfer.stats import EngineStats
 
 __all__ = ["own_depot"]
