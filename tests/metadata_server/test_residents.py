@@ -76,6 +76,8 @@ class Model:
     table: Generations
     whole: bool = True
     told: dict[int, Block] = field(default_factory=dict)
+    content: dict[tuple[int, int], Name] = field(default_factory=dict)
+    """For good: what a block of a generation has."""
 
     def found(self) -> dict[Name, set[tuple[int, int]]]:
         """The blocks that are unchanged, and that all ranks have published, by name."""
@@ -233,9 +235,9 @@ class ResidentMachine(RuleBasedStateMachine):
         pairs = list(zip(hashes, blocks, strict=False))
         counters = known.table.counters
         for name, block in pairs:
-            old = known.told.get(block)
-            if old is not None and old.name != (table, name) and counters[block] == old.generation:
-                known.table.filled([block])  # a generation stands for one content
+            content = known.content.setdefault((block, int(counters[block])), (table, name))
+            if content != (table, name):
+                known.content[block, known.table.filled([block])] = table, name
         told = [((table, one), block, int(counters[block])) for one, block in pairs]
         run = m.BlockRun(
             table,
@@ -254,7 +256,8 @@ class ResidentMachine(RuleBasedStateMachine):
         instance, rank, run, told = self.said[-min(back, len(self.said))]
         if (known := self.model.get(instance)) is not None:
             _, ranks, tables = KINDS[known.kind]
-            if rank < ranks and run.table < len(tables):
+            mine = all(known.content.get((block, number)) == name for name, block, number in told)
+            if rank < ranks and run.table < len(tables) and mine:
                 self.publish_one(instance, rank, run, told)
 
     def publish_one(
