@@ -50,11 +50,11 @@ if GPUS == 0:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 LONGEST = (
-    "injector soak examples injector_lmcache vllm_hits vllm_prove vllm_processes vllm_versions "
-    "vllm_modes vllm_multi vllm_waits bounds integrations monitor_metrics vllm_benchmarks "
-    "disaggregated_prefill vllm_offload threads offload_process vllm_sharing offload_tier "
+    "injector soak examples injector_lmcache planned prove real_processes vllm_versions "
+    "real_modes vllm_multi real_waits bounds real_hits monitor_metrics benchmarks "
+    "disaggregated_prefill real_offload threads offload_process real_in_place offload_tier "
     "directory_stateful start_server server_socket monitor_web server_failures "
-    "integration_failures vllm_in_place documents doctor_model vllm_groups promises "
+    "real_failures publications documents doctor_model vllm_groups promises "
     "resident_server publisher mappings"
 )
 """Files of tests by the seconds that they take, the longest first; all others are short. The

@@ -7,7 +7,6 @@ import math
 
 _PER_OCTAVE = 8
 _LOWEST = -10
-_BUCKETS = 50 * _PER_OCTAVE
 
 
 class Histogram:
@@ -16,13 +15,13 @@ class Histogram:
     def __init__(self) -> None:
         self.count = 0
         self.total_us = 0.0
-        self._buckets = [0] * _BUCKETS
+        self._buckets = [0] * (50 * _PER_OCTAVE)
 
     def add(self, us: float) -> None:
         self.count += 1
         self.total_us += us
         at = int((math.log2(us) - _LOWEST) * _PER_OCTAVE) if us > 0 else 0
-        self._buckets[min(max(at, 0), _BUCKETS - 1)] += 1
+        self._buckets[min(max(at, 0), len(self._buckets) - 1)] += 1
 
     def percentile(self, q: float) -> float:
         """The duration in µs that a share `q` (0 to 1) of the samples did not exceed, or 0.0."""

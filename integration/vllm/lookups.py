@@ -324,9 +324,9 @@ class Lookups:
         context, each = self._context, self._context.hashes
         self.epoch = reply.epoch
         end, residents = reply.end, reply.residents
-        fresh = fresh or monotonic() < at + YOUNG_SECONDS
         if context.tables is not None and context.publications is not None and not fresh:
-            end, residents = unchanged(reply, each, context.publications.tables, context.tables)
+            tables = None if monotonic() < at + YOUNG_SECONDS else context.tables
+            end, residents = chosen(reply, each, context.publications.tables, tables)
             if end < reply.end and context.by_ends:
                 return self._ask(client, tracked, first)
         # Nothing can be loaded behind a block that has just been lost.
@@ -348,6 +348,7 @@ class Lookups:
             tokens = before + end * context.hash_block // block * block
         answer = Answer(first, first + hits, first + chunks, at, monotonic() - started, tokens)
         answer.residents, answer.whole = residents, context.by_ends
+        answer.by_chunks = context.publications is None or b"\1" in reply.pooled
         if context.by_ends:
             answer.found = found * context.hash_block
         if coming is not None:
@@ -369,41 +370,43 @@ class Lookups:
         return next((end // each for end in ends if all(stored[end - each : end])), 0)
 
 
-def unchanged(
-    reply: Found, each: int, shapes: Sequence[BlockTable], tables: Tables
+def chosen(
+    reply: Found, each: int, shapes: Sequence[BlockTable], tables: Tables | None
 ) -> tuple[int, list[ResidentRun]]:
     """Choose the blocks to read from an answer's copies, whose order is random. Returns how many
     leading hashes can be read, and the runs to read in place. each: hashes of a chunk. shapes: the
-    block tables. tables: the generations of other instances.
+    block tables. tables: the generations of other instances; None: no block has changed.
 
     Takes a chunk that no copy has unchanged from the pool. Of copies that vLLM frees from their end
     on only the last block is checked: the load checks all blocks."""
-    end, chosen = reply.end, list[ResidentRun]()
+    end, taken = reply.end, list[ResidentRun]()
     for number, shape in enumerate(shapes):
         runs = [run for run in reply.residents if run.table == number]
         if shape.kind != "full":
-            if any(tables.leading(run) < run.count for run in runs):
+            if tables is not None and any(tables.leading(run) < run.count for run in runs):
                 return 0, []
-            chosen += runs
+            taken += runs
             continue
         at, stop = 0, end // shape.scale
         while at < stop:
             if run := _intact(runs, at, tables):
-                chosen.append(run)
+                taken.append(run)
                 at = run.stop
             elif reply.pooled[at // each : at // each + 1] == b"\1":
                 at = min(stop, (at // each + 1) * each)
             else:
                 break
         end = min(end, at * shape.scale)
-    return end, chosen
+    return end, taken
 
 
-def _intact(runs: Sequence[ResidentRun], at: int, tables: Tables) -> ResidentRun | None:
+def _intact(runs: Sequence[ResidentRun], at: int, tables: Tables | None) -> ResidentRun | None:
     """The first run with an unchanged block `at`, cut to its unchanged blocks from there on."""
     for run in runs:
         if run.first <= at < run.stop and run.fits():
             here = run.cut(at, run.stop)
+            if tables is None:
+                return here
             whole = tables.leading(run.cut(run.stop - 1, run.stop))
             if count := here.count if whole else tables.leading(here):
                 return here.cut(at, at + count)

@@ -30,6 +30,7 @@ from vllm.v1.request import RequestStatus
 from vcache_backend.errors import ConfigError
 
 from .. import plugin
+from .boundary import Boundary, answer, guarded
 from .model import compat
 
 log = logging.getLogger("vllm.vcache")
@@ -110,10 +111,12 @@ class AcceptedLoad(NamedTuple):
 @dataclass
 class JointMetadata(MultiKVConnectorMetadata):  # type: ignore[misc]
     """loads: that begin with the step. holds: by finished request, the connectors whose report its
-    blocks wait for. A connector out of use has None in `metadata`."""
+    blocks wait for. off: the scheduler's half is out of use. A connector out of use has None in
+    `metadata`."""
 
     loads: dict[str, AcceptedLoad] = field(default_factory=dict)
     holds: dict[str, set[int]] = field(default_factory=dict)
+    off: bool = False
 
 
 @dataclass
@@ -140,9 +143,13 @@ class RequestState:
     over: bool = False
 
 
-class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
+class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
     """VCacheConnector and other connectors, configured as vLLM's MultiConnector is. Every connector
-    stores what it stores alone. A request's KV comes from the connector with the longest hit."""
+    stores what it stores alone. A request's KV comes from the connector with the longest hit.
+
+    If a method of ours raises, this half and its connectors are out of use (see `Boundary`). What
+    vLLM waits for then ends after `PATIENCE_SECONDS`, in which transfers under way end: loads as
+    failed, delayed frees as done."""
 
     _connectors: list[Any]
 
@@ -154,7 +161,10 @@ class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
         hybrid = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
         if fault := plugin.misplaced(transfer) or next(_misfits(kinds, hybrid), ""):
             raise ConfigError(fault)
-        super().__init__(vllm_config, role, kv_cache_config)
+        MultiConnector.__init__(self, vllm_config, role, kv_cache_config)
+        plans = role == KVConnectorRole.SCHEDULER
+        half = f"vLLM's {'scheduler' if plans else 'worker'} (pid {os.getpid()})"
+        Boundary.__init__(self, f"{half} with several connectors", says=plans)
         ours, *others = self._connectors
         self._ours, self._others = ours, [Guarded(one) for one in others]
         self._connectors = [ours, *self._others]
@@ -164,12 +174,15 @@ class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
                 'LMCacheMPConnector "lmcache.mp.mp_transfer_mode": "engine_driven", and start the '
                 "server with --supported-transfer-mode engine_driven (docs/lmcache.md)"
             )
+        self.config = ours.config
         # vLLM's scheduler reads the policy after the constructor has run.
         if ours.config is not None:
             transfer.kv_load_failure_policy = ours.config.connector.kv_load_failure_policy
         self.holds_back = bool(transfer.is_kv_consumer)
         """vLLM hands no block out while a step under way may write to it."""
         self._block = vllm_config.cache_config.block_size
+        self._off_at = 0.0
+        self._pool: Any = None
         self._requests: dict[str, RequestState] = {}
         self._new_loads: dict[str, AcceptedLoad] = {}
         self._new_holds: dict[str, set[int]] = {}
@@ -182,8 +195,27 @@ class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
         self._held: dict[str, set[int]] = {}
         self._invalid = set[int]()
 
+    def stop(self) -> None:
+        self._off_at = monotonic()
+        for child in self._connectors:
+            child.fail("what puts it beside others has failed")
+
+    def shutdown(self) -> None:
+        self.close()
+        super().shutdown()
+
+    @property
+    def _settled(self) -> bool:
+        """This half is out of use, and no transfer that it knew is under way any more."""
+        return bool(self.off) and monotonic() > self._off_at + PATIENCE_SECONDS
+
     # ---- in the scheduler: a request
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        self._pool = kv_cache_manager.block_pool
+        super().bind_kv_cache_manager(kv_cache_manager)
+
+    @guarded(answer((0, False)))
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -236,10 +268,22 @@ class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         state = self._requests.setdefault(request.request_id, RequestState())
         chosen = state.chosen if num_external_tokens else None
+        if chosen is not None:
+            state.loading = state.waits
+            first = state.local // self._block
+            tables = blocks.get_block_ids() if chosen else ()  # ours are reported by request
+            filled = frozenset(block for table in tables for block in table[first:])
+            self._new_loads[request.request_id] = AcceptedLoad(chosen, state.waits, filled)
+        self._allocated(state, chosen, request, blocks, num_external_tokens)
+
+    @guarded(answer(None))
+    def _allocated(
+        self, state: RequestState, chosen: int | None, request: Any, blocks: Any, external: int
+    ) -> None:
         for number, child in enumerate(self._connectors):
             late = number in state.late and getattr(child, "tracks", False)
             if number == chosen:
-                child.update_state_after_alloc(request, blocks, num_external_tokens)
+                child.update_state_after_alloc(request, blocks, external)
             elif late and chosen is not None and state.waits:
                 # Once the load is over, with the answer: before it, what its look-up has found
                 # would stay locked for minutes.
@@ -249,12 +293,7 @@ class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
                     child.get_num_new_matched_tokens(request, request.num_computed_tokens)
                 state.late.discard(number)
                 child.update_state_after_alloc(request, blocks, 0)
-        if chosen is not None:
-            state.loader, state.loading = chosen, state.waits
-            first = state.local // self._block
-            tables = blocks.get_block_ids() if chosen else ()  # ours are reported by request
-            filled = frozenset(block for table in tables for block in table[first:])
-            self._new_loads[request.request_id] = AcceptedLoad(chosen, state.waits, filled)
+        state.loader = state.loader if chosen is None else chosen
 
     def request_finished(
         self, request: Any, blocks: list[int]
@@ -268,25 +307,16 @@ class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
             return self.request_finished(request, block_ids[0])
         return self._finish(request, "request_finished_all_groups", block_ids)
 
-    def register_finished_partial_tail(self, request: Any, *given: Any) -> bool:
-        state = self._requests.setdefault(request.request_id, RequestState())
-        for number, child in enumerate(self._connectors):
-            if child.register_finished_partial_tail(request, *given):
-                state.holds.add(number)
-        return bool(state.holds)
-
     def _finish(
         self, request: Any, call: str, blocks: object
     ) -> tuple[bool, dict[str, Any] | None]:
-        name, params = request.request_id, None
-        state = self._requests.setdefault(name, RequestState())
-        for number, child in enumerate(self._connectors):
-            holds, told = getattr(child, call)(request, blocks)
-            if holds:
-                state.holds.add(number)
-            if told is not None:
-                params = {**told, **(params or {})}
+        name = request.request_id
+        params = self._tell_finished(request, call, blocks)
         self._requests_to_connector.pop(name, None)
+        state = self._requests.setdefault(name, RequestState())
+        if self.off and not self._settled:
+            # Another connector may still read the blocks, and nobody knows which.
+            state.holds = {*range(len(self._connectors))}
         state.over = True
         if state.holds:
             self._new_holds[name] = state.holds
@@ -294,11 +324,31 @@ class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
             del self._requests[name]
         return bool(state.holds), params
 
+    @guarded(answer(None))
+    def _tell_finished(self, request: Any, call: str, blocks: object) -> dict[str, Any] | None:
+        params = None
+        state = self._requests.setdefault(request.request_id, RequestState())
+        for number, child in enumerate(self._connectors):
+            holds, told = getattr(child, call)(request, blocks)
+            if holds:
+                state.holds.add(number)
+            if told is not None:
+                params = {**told, **(params or {})}
+        return params
+
+    @guarded(lambda self, *_: not self._settled)
+    def register_finished_partial_tail(self, request: Any, *given: Any) -> bool:
+        state = self._requests.setdefault(request.request_id, RequestState())
+        for number, child in enumerate(self._connectors):
+            if child.register_finished_partial_tail(request, *given):
+                state.holds.add(number)
+        return bool(state.holds)
+
     # ---- in the scheduler: a step
 
     def build_connector_meta(self, scheduler_output: Any) -> JointMetadata:
         made = tuple(child.build_connector_meta(scheduler_output) for child in self._connectors)
-        meta = JointMetadata(made, loads=self._new_loads, holds=self._new_holds)
+        meta = JointMetadata(made, loads=self._new_loads, holds=self._new_holds, off=bool(self.off))
         self._new_loads, self._new_holds = {}, {}
         return meta
 
@@ -307,6 +357,9 @@ class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
         request at its first report: of an aborted load it gets the last."""
         super().update_connector_output(connector_output)
         output = connector_output
+        if output.invalid_block_ids and self._ours.off and self._pool is not None:
+            # vLLM leaves them in its prefix cache, though their request may be aborted.
+            self._pool.evict_blocks({*range(self._pool.num_gpu_blocks)})
         output.finished_recving = set(filter(self._received, output.finished_recving or ()))
         output.finished_sending = set(filter(self._sent, output.finished_sending or ()))
 
@@ -335,6 +388,7 @@ class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
 
     # ---- in a worker
 
+    @guarded(answer(None))
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         # Ours last: another one may move a KV cache on a CPU, which ours then refuses.
         for child in (*self._others, self._ours):
@@ -353,22 +407,26 @@ class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
                 self._filling.setdefault(load.child, set()).update(load.blocks)
                 continue
             self._running[name] = load
-            if self._off(load.child):
+            if self._off(load.child):  # it does not begin
                 self._failed.add(name)
                 self._over.add(name)
         self._held |= {name: set(held) for name, held in connector_metadata.holds.items()}
         super().bind_connector_metadata(connector_metadata)
 
+    @guarded(answer(None))
     def _learn(self, meta: Any) -> None:
-        """Do without the connectors whose scheduler's half is out of use."""
+        """Do without what is out of use in the scheduler."""
+        if meta.off:
+            self.fail("its scheduler's half has failed")
         for child, given in zip(self._connectors, meta.metadata, strict=True):
             if given is None:
                 child.fail("its scheduler's half has failed")
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        for number, child in enumerate(self._connectors):
-            own = {name for name, load in self._running.items() if load.child == number}
-            self._take(number, child, own, finished_req_ids)
+        self._take_all(finished_req_ids)
+        if self._settled:
+            self._over = self._failed = set(self._running)
+            self._held = {name: set() for name in self._held}
         over, failed = self._over, self._over & self._failed
         sent = {name for name, held in self._held.items() if not held}
         self._running = {name: load for name, load in self._running.items() if name not in over}
@@ -377,6 +435,12 @@ class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
         results = compat.transfer_results(over, failed)
         results.finished_sending = sent
         return results
+
+    @guarded(answer(None))
+    def _take_all(self, finished: set[str]) -> None:
+        for number, child in enumerate(self._connectors):
+            own = {name for name, load in self._running.items() if load.child == number}
+            self._take(number, child, own, finished)
 
     def _take(self, number: int, child: Any, own: set[str], finished: set[str]) -> None:
         """Take a connector's reports. own: the requests that it loads."""
@@ -394,7 +458,8 @@ class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
             self._held[name].discard(number)
 
     def _off(self, number: int) -> bool:
-        return bool(number and self._connectors[number].off_at)
+        """Whether a connector does not load what the scheduler has it load."""
+        return bool(self.off or (number and self._connectors[number].off_at))
 
     def _note_invalid(self, number: int, blocks: Iterable[int]) -> None:
         """Note blocks that a connector says it has not filled, of its own loads only.
@@ -410,8 +475,9 @@ class VCacheMultiConnector(MultiConnector):  # type: ignore[misc]
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         invalid, self._invalid = self._invalid, set()
-        return invalid
+        return invalid.union(*(self._filling[one] for one in self._filling if self._off(one)))
 
+    @guarded(answer(None))
     def get_kv_connector_kv_cache_events(self) -> Any:
         """Of one connector: vLLM merges only events of one type."""
         base = KVConnectorBase_V1.get_kv_connector_kv_cache_events

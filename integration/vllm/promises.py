@@ -6,9 +6,10 @@ from collections import deque
 from functools import partial
 from math import inf
 from time import monotonic
+from typing import Any
 
 from vcache_backend.protocol.client import Client
-from vcache_backend.protocol.messages import InstanceId, Promise
+from vcache_backend.protocol.messages import InstanceId, Promise, chunk_keys
 from vcache_backend.transfer.outbox import LATER_SECONDS, at_once
 
 from .instance import InstanceContext
@@ -88,7 +89,7 @@ class PromiseSender:
         seen = own is None or own.attends_to_all
         kept = seen and bool(promise.stop) and tracked.store.stored >= promise.stop
         if promise.made and not kept:
-            self._send(Promise(promise.number))
+            self._send(promise.number)
         promise.made = False
 
     # ---- inside
@@ -100,15 +101,14 @@ class PromiseSender:
         first, stop = computed // size, self._stored_in_the_end(tracked) if promise.number else 0
         if stop * size < computed + size and not promise.made:
             return 0
-        named = self._lookups.name(tracked)
-        keys = self._lookups.keys(tracked, first, stop) if named else []
-        own = context.publications
+        count = max(0, stop - first) if self._lookups.name(tracked) else 0
+        each, own = context.hashes, context.publications
+        hashes = self._lookups.hashes(tracked, first * each, (first + count) * each)
         name = own.instance if own is not None else InstanceId(b"")
         epoch = own.epoch if own is not None else self._lookups.epoch
-        terms = epoch, self.rate.chunk_seconds, begun
-        self._send(Promise(promise.number, keys, context.ranks, name, *terms))
-        promise.made, promise.stop = bool(keys), stop
-        return len(keys)
+        self._send(promise.number, hashes, name, epoch, self.rate.chunk_seconds, begun)
+        promise.made, promise.stop = bool(count), stop
+        return count
 
     def _stored_in_the_end(self, tracked: Tracked) -> int:
         """The number of chunks that are stored once the request's present tokens are computed."""
@@ -118,14 +118,19 @@ class PromiseSender:
         limit = request.num_prompt_tokens if context.prompts_only else request.num_tokens
         return int(min(limit // context.chunk_size, len(request.block_hashes) // context.hashes))
 
-    def _send(self, promise: Promise) -> None:
+    def _send(self, number: int, hashes: bytes = b"", *terms: Any) -> None:
+        """Promise the chunks that `hashes` are of; none: withdraw. terms: see `Promise`."""
         client, outbox = self._context.client, self._context.outbox
         if client is not None and outbox is not None and client.connected:
             # Later: the thread would take the interpreter from the step being planned.
-            outbox.after(at_once, partial(self._tell, client, promise), LATER_SECONDS)
+            outbox.after(
+                at_once, partial(self._tell, client, number, hashes, *terms), LATER_SECONDS
+            )
 
-    def _tell(self, client: Client, promise: Promise) -> None:
+    def _tell(self, client: Client, number: int, hashes: bytes, *terms: Any) -> None:
         """Runs in the outbox's thread."""
-        answer = client.promise(promise)
-        if promise.keys:
+        context = self._context
+        keys = chunk_keys(context.prefix, hashes, context.hashes)
+        answer = client.promise(Promise(number, keys, context.ranks, *terms))
+        if keys:
             self._lookups.epoch = answer.epoch

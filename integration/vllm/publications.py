@@ -130,6 +130,11 @@ class Publications:
         packs = numbers.tobytes(), generation * len(numbers)
         return BlockRun(table, first, hashes, *packs)
 
+    def on_load(self, tracked: Tracked, had: int) -> None:
+        """Note that all blocks of a load have generations. had: how many hashes' blocks the request
+        has besides."""
+        tracked.in_place.had, tracked.in_place.loaded = had, (self.pool.resets, self.pool.evicted)
+
     def on_cached(self, request: Any, table: int, first: int, blocks: list[Any]) -> None:
         """Note what vLLM puts into its prefix cache (`KVBlocks.on_cached`)."""
         if table in self._numbers and len(self._cached) < MOST_CACHED:
@@ -228,9 +233,11 @@ class Publications:
         """Publish nothing more of the request if a block that it has built on is void. begins: the
         request has all blocks of its hit."""
         state = tracked.in_place
+        # Nobody has voided a block that the request has since its load.
+        loaded = begins and state.loaded == (self.pool.resets, self.pool.evicted)
         for at, (number, table) in enumerate(zip(self._numbers, self.tables, strict=True)):
             if begins or table.kind == "full" or not self.attends_to_all:
-                stop = state.supplied // table.scale
+                stop = (state.had if loaded else state.supplied) // table.scale
                 if table.kind == "full":
                     stop = max(stop, state.filled.get(at, 0))
                 blocks: Sequence[int] = tracked.store.block_tables[number][:stop]

@@ -97,6 +97,8 @@ class Answer(msgspec.Struct):
     """How many leading tokens can be loaded."""
     residents: list[ResidentRun] = []
     """The hit's blocks in other instances' KV caches, counted from chunk `first`."""
+    by_chunks: bool = True
+    """Some chunks of the hit are in the pool."""
     found: int = 0
     """With several block tables in place: of how many leading tokens other instances have the
     blocks of all tables that attend to all tokens. A hit may end before."""
@@ -273,6 +275,10 @@ class InPlaceState(msgspec.Struct):
     request's first step; `LATER`: not in that step."""
     filled: dict[int, int] = {}
     """By block table, the leading blocks that were published, or could have been."""
+    had: int = 0
+    """How many hashes' blocks lay before the last load, whose blocks all got generations when
+    `TrackedBlockPool.resets` and `evicted` were `loaded`."""
+    loaded: tuple[int, int] = -1, -1
 
 
 class PromiseState(msgspec.Struct):

@@ -20,7 +20,7 @@ from .instance import InstanceContext
 from .lookups import Lookups
 from .metadata import LoadSpec, PublicationSpec, StepMetadata, StoreSpec
 from .model.groups import Span
-from .requests import Tracked
+from .requests import Answer, Tracked
 from .telemetry.events import block_stored
 
 
@@ -53,7 +53,8 @@ class StorePlanner:
         size, end, answer = self._size, tracked.supplied, tracked.lookup.answer
         below, groups = self._context.offload, self._groups
         first, stop = tracked.local // size, -(-end // size)
-        keys = [] if self._context.by_ends else self._lookups.keys(tracked, first, stop)
+        by_chunks = self._by_chunks(answer)
+        keys = self._lookups.keys(tracked, first, stop) if by_chunks else []
         if groups.states and keys:
             keys += state_keys(keys[-1:], groups.parts)
         # Allow the offload tier even if the pool had all chunks: the pool may lose some before the
@@ -67,7 +68,7 @@ class StorePlanner:
             promote=promote and self._publications is None,
             prefix=self._lookups.keys(tracked, 0, first) if offload else [],
             number=next(self._load_numbers),
-            **self._blocks(tracked, block_tables),
+            **self._blocks(tracked, block_tables, by_chunks),
         )
         # Chunks loaded from the pool are stored already. Only whole chunks of the offload tier are
         # promoted.
@@ -79,14 +80,23 @@ class StorePlanner:
             self._announce(tracked, first, end // size)
         return load
 
-    def _blocks(self, tracked: Tracked, block_tables: Sequence[list[int]]) -> dict[str, Any]:
+    def _by_chunks(self, answer: Answer | None) -> bool:
+        """Whether a load may take chunks out of the pool or the offload tier. Otherwise other KV
+        caches have all of its blocks."""
+        if self._context.by_ends:
+            return False
+        return answer is None or answer.by_chunks or self._context.offload is not None
+
+    def _blocks(
+        self, tracked: Tracked, block_tables: Sequence[list[int]], by_chunks: bool
+    ) -> dict[str, Any]:
         """The load of the tokens [tracked.local, tracked.supplied): `blocks`, and in place what
         belongs to them."""
         context, groups, answer = self._context, self._groups, tracked.lookup.answer
         local, end = tracked.local, tracked.supplied
         if self._publications is None:
             return {"blocks": groups.wanted(block_tables, local, end)}
-        begin = local if context.by_ends else local // self._size * self._size
+        begin = local // self._size * self._size if by_chunks else local
         blocks, spans = groups.spans(block_tables, begin, local, end)
         runs = list[ResidentRun]()
         if answer is not None:
@@ -115,6 +125,8 @@ class StorePlanner:
                 first = span.first + had
                 hashes = self._lookups.hashes(tracked, first, first + len(row), scale)
                 runs.append(own.filled(span.table, first, hashes, array(NUMBERS, row)))
+        if sum(run.count for run in runs) == len(blocks) - blocks.count(-1):
+            own.on_load(tracked, tracked.local // self._context.hash_block)
         return PublicationSpec(runs, own.epoch, later=True) if runs else None
 
     # ---- steps

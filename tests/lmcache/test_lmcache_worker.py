@@ -1,5 +1,5 @@
 """The plugin inside real vLLM with LMCache: what of LMCache's own features it keeps to, and what it
-keeps. What requests are answered: test_integrations; what fails: test_integration_failures and
+keeps. What requests are answered: test_real_hits; what fails: test_real_failures and
 test_injector_lmcache."""
 
 from __future__ import annotations

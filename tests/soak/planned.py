@@ -13,6 +13,7 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
-from vcache_backend.integration.vllm.metadata import LoadSpec, StepMetadata, WorkerReport
+from vcache_backend.integration.vllm.metadata import LoadSpec, PublicationSpec, WorkerReport
 from vcache_backend.protocol.messages import HASH_BYTES
 
 from .scheduling import Instance, Place, Tables, full, local, serving, state, window
@@ -164,18 +165,17 @@ class Written(Instance):
 
     # ---- what workers do
 
-    def tell(self, meta: StepMetadata) -> None:
+    def publish(self, specs: Sequence[PublicationSpec]) -> None:
         """Note what should lie where, and publish it."""
-        for spec in meta.publications:
-            for run in spec.runs:
-                blocks = np.frombuffer(run.blocks, dtype="<u4").tolist()
-                generations = np.frombuffer(run.generations, dtype="<u8").tolist()
-                for at, both in enumerate(zip(blocks, generations, strict=True)):
-                    name = run.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]
-                    if (due := self.named.get((run.table, name))) is not None:
-                        self.told[both[0]] = Due(*both, due)
-                        self.seen["published"] += 1
-        super().tell(meta)
+        for run in (run for spec in specs for run in spec.runs):
+            blocks = np.frombuffer(run.blocks, dtype="<u4").tolist()
+            generations = np.frombuffer(run.generations, dtype="<u8").tolist()
+            for at, both in enumerate(zip(blocks, generations, strict=True)):
+                name = run.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]
+                if (due := self.named.get((run.table, name))) is not None:
+                    self.told[both[0]] = Due(*both, due)
+                    self.seen["published"] += 1
+        super().publish(specs)
 
     def check_told(self) -> None:
         """A block whose generation is as published holds what was published."""

@@ -38,7 +38,12 @@ from benchmarks.vllm.instances import TINY
 from benchmarks.vllm.settings import our_connector
 from vcache_backend.children import MetadataServer
 from vcache_backend.integration.vllm import lookups, requests, waits
-from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
+from vcache_backend.integration.vllm.metadata import (
+    LoadSpec,
+    PublicationSpec,
+    StepMetadata,
+    WorkerReport,
+)
 from vcache_backend.integration.vllm.model.spec import ShardSpec
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import CacheShape, LayerKind, Publish
@@ -185,6 +190,7 @@ class Planned:
         self.half.update(KVConnectorOutput(kv_connector_worker_meta=report))
         if not self.half.context.open():
             raise RuntimeError(self.half.context.refused)
+        self._loading = dict[str, LoadSpec]()
 
     def request(
         self,
@@ -218,6 +224,15 @@ class Planned:
     def sampled(self, request: Any) -> int:
         """The token of a request's step."""
         return 7
+
+    def written(self, meta: StepMetadata, said: dict[str, Any]) -> list[PublicationSpec]:
+        """What a worker publishes once a step is over: blocks that it has computed, and those of
+        loads that have held. said: what the worker's connector reports."""
+        self._loading |= {load.request_id: load for load in meta.loads}
+        report = said.get("kv_connector_worker_meta") or WorkerReport()
+        over = {name: self._loading.pop(name, None) for name in said.get("finished_recving") or ()}
+        held = [load for name, load in over.items() if load and name not in report.failed]
+        return [*meta.publications, *(load.publication for load in held if load.publication)]
 
 
 class Instance(Planned):
@@ -310,7 +325,7 @@ class Instance(Planned):
         meta = output.kv_connector_metadata
         if off := self.scheduler.connector.off:
             raise RuntimeError(f"the connector has given up: {off}")
-        self.tell(meta)
+        self.publish(self.written(meta, said))
         ran = self.model_output(output)
         if meta.echoes or said:
             report = said.setdefault("kv_connector_worker_meta", WorkerReport())
@@ -318,10 +333,9 @@ class Instance(Planned):
             ran.kv_connector_output = KVConnectorOutput(**said)
         self.scheduler.update_from_output(output, ran)
 
-    def tell(self, meta: StepMetadata) -> None:
-        """Publish what a step wrote. A promise to compute it has come before, as where steps take
-        longer."""
-        if meta.publications:
+    def publish(self, specs: Sequence[PublicationSpec]) -> None:
+        """A promise to compute it has come before, as where steps take longer."""
+        if specs:
             self.half.context.outbox.flush(PATIENT.request_seconds)
-        for spec in meta.publications:
+        for spec in specs:
             self.client.publish(Publish(self.name, 0, spec.runs, spec.epoch))

@@ -28,7 +28,11 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from vcache_backend.integration.vllm import requests
-from vcache_backend.integration.vllm.metadata import SavedChunks, StepMetadata
+from vcache_backend.integration.vllm.metadata import (
+    PublicationSpec,
+    SavedChunks,
+    StepMetadata,
+)
 from vcache_backend.protocol.messages import (
     NAMESPACE_BYTES,
     RANK_BYTES,
@@ -87,8 +91,9 @@ def lying(said: BlockRun | SavedChunks) -> list[tuple[int, int]]:
 
 
 def blocks_of(meta: StepMetadata) -> list[Published]:
-    """All blocks that a step publishes."""
-    runs = [run for spec in meta.publications for run in spec.runs]
+    """All blocks that a step publishes, or its loads will."""
+    loads = [load.publication for load in meta.loads if load.publication]
+    runs = [run for spec in (*meta.publications, *loads) for run in spec.runs]
     return [
         Published(run.first + at, *lies, run.table, run.hashes[16 * at : 16 * at + 16])
         for run in runs
@@ -146,10 +151,10 @@ class Engine(Planned):
         self.publisher = Publisher(client, EngineStats(), instance, 0, blocks)
         undo.callback(self.publisher.close)
 
-    def tell(self, meta: StepMetadata) -> None:
-        """The step is over: its worker publishes."""
+    def publish(self, specs: Iterable[PublicationSpec]) -> None:
+        """As its worker does, beside the next steps."""
         assert self.publisher is not None
-        for spec in meta.publications:
+        for spec in specs:
             self.publisher.submit(spec.runs, spec.epoch, Finished(0.0))
 
     def flush(self) -> None:
@@ -170,7 +175,7 @@ class Engine(Planned):
         tables = self.scheduler.kv_cache_manager.get_block_ids
         self.rows.append({name: {*chain(*tables(name))} for name in output.num_scheduled_tokens})
         if self.publisher is not None and not self.slow:
-            self.tell(meta)
+            self.publish(self.written(meta, said))
         self.end(output, **said)
         return meta
 

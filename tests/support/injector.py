@@ -15,6 +15,7 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm_cases import Answer, Prompt
 from vllm_inside import Serving
 
+from vcache_backend.integration.vllm import multi
 from vcache_backend.integration.vllm.connector import VCacheConnector
 from vcache_backend.integration.vllm.worker import worker
 from vcache_backend.resident import mappings
@@ -57,8 +58,17 @@ OUTERMOST = (
     "KVBlocks._cache_partial_block",
     "_harmless.",
 )
-SCOPE = Scope(("",), ("boundary.py",), OUTERMOST)
+SCOPE = Scope(("",), ("boundary.py", "multi.py"), OUTERMOST)
 """All but the layer that the cases test."""
+LAYER = (
+    "__init__ stop shutdown _settled update_state_after_alloc request_finished _finish "
+    "build_connector_meta update_connector_output _received _sent _is_last handle_preemptions "
+    "bind_connector_metadata bind_kv_cache_manager get_transfer_results _off get_block_ids_with_load_errors"
+)
+"""What vLLM hears of loads and frees beside other connectors, also if all else is off."""
+BESIDE = *(f"VCacheMultiConnector.{name}" for name in LAYER.split()), "Guarded."
+BESIDE += "_misfits", "_maps"  # at the start
+BESIDE_OTHERS = Scope(("vllm/multi.py",), (), BESIDE)
 CLOSE_SECONDS, RETRY_SECONDS = 0.2, 0.02
 TRIES = 10
 """How often a last request may find nothing, while a neighbour is tried again."""
@@ -86,32 +96,36 @@ class Injecting(Serving):
         super().__init__(arguments)
         VCacheConnector.register_kv_caches = register
         self._core = self.llm.llm_engine.engine_core.engine_core
-        self._kv = get_kv_transfer_group()._worker.in_place
+        self._kv = _ours()._worker.in_place
+        beside = _ours() is not get_kv_transfer_group()
+        self._scope, multi.PATIENCE_SECONDS = BESIDE_OTHERS if beside else SCOPE, 0.2
         self._pages = _pages()
         self._made = 0
 
     def functions(self, load: list[Prompt]) -> dict[str, int]:
         """How often each function of ours is called from the start to the end of a load in which
         nothing raises."""
-        watch = Watch(SCOPE)
+        self._run(load, 0)
+        watch = Watch(self._scope)
         outcome = self._watched(watch, load, [])
         assert not outcome, outcome
         return dict(watch.calls)
 
     def inject(self, case: Case, load: list[Prompt], answers: list[Answer]) -> Outcome:
         """Run the load with one exception, and say what came of it. load: see `_load`."""
-        watch = Watch(SCOPE, case)
+        watch = Watch(self._scope, case)
         wrong = self._watched(watch, load, answers)
         connector = self._core.scheduler.connector
+        off = connector.off or getattr(connector, "_ours", connector).off
         if wrong:
-            return Outcome(watch.raised, wrong, connector.off, 0)
+            return Outcome(watch.raised, wrong, off, 0)
         hit = 0
-        for turn in range(TRIES if not connector.off else 0):
+        for turn in range(TRIES if not off else 0):
             assert self._core.scheduler.reset_prefix_cache()
             if hit := self._run([load[0]], turn)[0].cached:
                 break
             time.sleep(RETRY_SECONDS)
-        return Outcome(watch.raised, "", connector.off, hit)
+        return Outcome(watch.raised, "", off, hit)
 
     def _watched(self, watch: Watch, load: list[Prompt], answers: list[Answer]) -> str:
         watch.begin()
@@ -134,10 +148,10 @@ class Injecting(Serving):
             page[1:] = 0x40
         config, caches = core.vllm_config, old.kv_cache_config
         kv_transfer_state.ensure_kv_transfer_initialized(config, caches)
-        worker = get_kv_transfer_group()
-        if self._kv is not None and worker._worker is not None and worker._worker.in_place:
+        worker, ours = get_kv_transfer_group(), _ours()._worker
+        if self._kv is not None and ours is not None and ours.in_place:
             # vLLM allocates its KV cache once, within the first connector's context.
-            worker._worker.in_place.exporter = self._kv.exporter
+            ours.in_place.exporter = self._kv.exporter
         worker.register_kv_caches(self._caches)
         block_size, hash_block_size = resolve_kv_cache_block_sizes(caches, config)
         core.scheduler = type(old)(
@@ -156,8 +170,9 @@ class Injecting(Serving):
     def _load(self, load: list[Prompt], answers: list[Answer]) -> str:
         """An ordinary load: hits beside a prompt that nobody has, an abort during a load, a prompt
         that continues one of ours. load: two prompts that another instance has, then one that
-        nobody has, then one that continues it. Returns what is wrong."""
-        shared, other, fresh, more = load
+        nobody has, then one that continues it, and one that another connector has. Returns what is
+        wrong."""
+        shared, other, fresh, more, *kept = load
         self._made += 1
         fresh, more = (one._replace(salt=f"{self._made}") for one in (fresh, more))
         got = self._run([shared, fresh], self._made)
@@ -165,11 +180,19 @@ class Injecting(Serving):
         self.add(name, other)
         self.step(1)
         self.abort(name)
-        got += self._run([other, more], self._made + 0.5)
+        got += self._run([other, more, *kept], self._made + 0.5)
+        if not self._freed():
+            return "vLLM is never told that the blocks of a request are free"
         for which, (answer, expected) in enumerate(zip(got, answers, strict=False)):
             if not answer.agrees(expected):
                 return f"answer {which} is wrong: {answer.tokens}, not {expected.tokens}"
         return ""
+
+    def _freed(self) -> bool:
+        scheduler, end = self._core.scheduler, time.monotonic() + 5.0
+        while scheduler.requests and time.monotonic() < end:
+            self.step(1)
+        return not scheduler.requests
 
     def _run(self, prompts: list[Prompt], number: float) -> list[Answer]:
         names = [f"{number} {which}" for which in range(len(prompts))]
@@ -183,6 +206,12 @@ class Injecting(Serving):
         raise TimeoutError(f"{set(names) - done.keys()} hang")
 
 
+def _ours() -> Any:
+    """Our connector's half in the worker."""
+    group = get_kv_transfer_group()
+    return getattr(group, "_connectors", (group,))[0]
+
+
 def _pages() -> list[Any]:
-    kv = get_kv_transfer_group()._worker._worker.kv
+    kv = _ours()._worker._worker.kv
     return [page for kind in kv.kinds for page in kind.pages]

@@ -180,11 +180,11 @@ ALL = os.environ.get("VCACHE_INJECT") == "all"
 """Whether each function raises in every way, not in one."""
 
 
-def ways(calls: Mapping[str, int]) -> Iterator[list[Case]]:
+def ways(calls: Mapping[str, int], every_way: bool = ALL) -> Iterator[list[Case]]:
     """By function, of which calls says how often it is called: how it raises."""
     for number, (name, count) in enumerate(sorted(calls.items())):
         every = [Case(name, after, call) for call in (1, min(3, count)) for after in (False, True)]
-        yield list(dict.fromkeys(every)) if ALL else [every[number % len(every)]]
+        yield list(dict.fromkeys(every)) if every_way else [every[number % len(every)]]
 
 
 def outcomes_of(

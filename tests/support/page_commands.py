@@ -28,7 +28,7 @@ COMMANDS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 COMMANDS += [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "vllm").glob("*.md"))]
 """Pages whose commands these are."""
 STARTS = "vcache|make|python3?|pip|vllm|apt-get|systemctl|curl|examples/|benchmarks/|scripts/|tests/|.venv/bin/python"
-TEXTS = ("vcache caches nothing", "vcache stepped aside", "vcache.", "vcache: ")
+TEXTS = ("vcache caches nothing", "vcache failed", "vcache.", "vcache: ")
 """What begins like a command and is none: lines of a log, settings."""
 _FENCED = r"^ *```{}\n(.*?)^ *```$"
 
@@ -102,7 +102,7 @@ def _vcache(words: list[str], place: Place) -> None:
     if arguments[:2] == ["config", "init"]:
         arguments = arguments[:2]
     if arguments[0] in ("mooncake", "prove", "top") or "--model" in arguments:
-        # test_examples, test_vllm_prove, test_status and test_doctor_model run them.
+        # test_examples, test_prove, test_status and test_doctor_model run them.
         arguments.append("--help")
     place.monkeypatch.setenv("VCACHE_SOCKET", place.given["VCACHE_SOCKET"])
     # `--install-completion` writes there.
@@ -187,7 +187,7 @@ def _there(words: list[str], place: Place) -> None:
 OTHERS = "ruff|mypy|curl|lmcache server|mooncake_\\w+|export|cp|systemctl|apt-get install|vllm serve|vllm-router"
 OTHERS += "|twine check|python3? -m (build|venv|pytest|vllm.entrypoints.openai.api_server)"
 """Programs of others, beside pip. What vLLM (also by `vcache vllm`) and its router are told,
-test_vllm_processes reads."""
+test_real_processes reads."""
 RULES: dict[str, Callable[[list[str], Place], None]] = {
     "vcache serve ": _serve,
     "vcache vllm ": _there,

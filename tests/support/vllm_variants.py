@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -12,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+from vllm.v1.request import RequestStatus
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 
@@ -56,6 +58,70 @@ class TalkingConnector(ExampleConnector, SupportsHMA):  # type: ignore[misc]
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set(range(1, 100))
+
+
+class KeepingConnector(TalkingConnector):
+    """Keeps the KV of prompts that were answered, in this process: it is read once the request has
+    ended, while vLLM holds its blocks, and written in the step that needs it."""
+
+    kept: ClassVar[dict[object, list[Any]]] = {}
+    """By the tokens and the salt, the block's bytes in each layer."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
+        self._block = vllm_config.cache_config.block_size
+        self._work = Work()
+
+    def _keys(self, request: Any) -> list[object]:
+        """Of each block in which the whole prompt's next token cannot be."""
+        tokens, size = tuple(request.prompt_token_ids), self._block
+        ends = range(size, request.num_prompt_tokens, size)
+        return [(request.cache_salt, tokens[:end]) for end in ends]
+
+    def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:
+        found = [*takewhile(self.kept.__contains__, self._keys(request))]
+        return max(len(found) * self._block - computed, 0), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, external: int) -> None:
+        count = external // self._block
+        if count:
+            (row,), keys = blocks.get_block_ids(), self._keys(request)
+            first = len([*takewhile(self.kept.__contains__, keys)]) - count
+            self._work.loads += zip(keys[first : first + count], row[first:], strict=False)
+
+    def build_connector_meta(self, output: Any) -> Any:
+        work, self._work = self._work, Work()
+        return work
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+        if request.status == RequestStatus.FINISHED_LENGTH_CAPPED:
+            self._work.saves += zip(self._keys(request), block_ids[0], strict=False)
+        self._work.over.add(request.request_id)
+        return True, None
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._caches = list(kv_caches.values())
+
+    def start_load_kv(self, *_: Any, **__: Any) -> None:
+        for key, block in self._connector_metadata.loads:
+            for cache, content in zip(self._caches, self.kept[key], strict=True):
+                cache[block].copy_(content)
+
+    def get_transfer_results(self, _: Any) -> Any:
+        work = self._connector_metadata
+        for key, block in work.saves:
+            self.kept.setdefault(key, [cache[block].clone() for cache in self._caches])
+        return KVConnectorTransferResults(finished_sending=work.over)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set()
+
+
+@dataclass
+class Work(KVConnectorMetadata):  # type: ignore[misc]
+    loads: list[tuple[object, int]] = field(default_factory=list)
+    saves: list[tuple[object, int]] = field(default_factory=list)
+    over: set[str] = field(default_factory=set)
 
 
 @dataclass

@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import neighbour_cases
 import numpy as np
@@ -19,7 +20,6 @@ from processes import QUICK, SECONDS, eventually
 from vcache_backend.errors import ServerTimeout, VCacheError
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import HASH_BYTES, BlockRun, Find, Found, Publish
-from vcache_backend.transfer import publisher
 from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.stats import EngineStats
 
@@ -45,10 +45,11 @@ class Owner(neighbour_cases.Owner):
     process.
     """
 
-    def __init__(self, here: Node) -> None:
+    def __init__(self, here: Node, **more: Any) -> None:
+        """more: of the publisher."""
         super().__init__(here.path, QUICK, NAME, scheduler=False)
         self.scheduler, self.stats = Client(here.path, QUICK), EngineStats()
-        self.publisher = Publisher(self.client, self.stats, NAME, 0, self.table.blocks)
+        self.publisher = Publisher(self.client, self.stats, NAME, 0, self.table.blocks, **more)
 
     def join(self) -> None:
         self.scheduler.join(NAME, NAMESPACE, self.table.blocks, 1, EACH, TABLES, self.table.fd)
@@ -111,10 +112,9 @@ def test_nothing_is_told_before_the_step_that_wrote_it_is_over(owner: Owner) -> 
     assert owner.found(1, 2) == [True, True]
 
 
-def test_what_nobody_looks_for_is_told_later(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nobody_looks_for_is_told_later(here: Node) -> None:
     """What an instance has loaded lies elsewhere, too; and it is on the way to a token."""
-    monkeypatch.setattr(publisher, "TOGETHER_SECONDS", 10 * SECONDS)
-    owner, steps = Owner(here), [Step() for _ in range(3)]
+    owner, steps = Owner(here, together=10 * SECONDS), [Step() for _ in range(3)]
     owner.join()
     for number, step in enumerate(steps[:2]):
         owner.publish(number, step, soon=False)
@@ -128,10 +128,9 @@ def test_what_nobody_looks_for_is_told_later(here: Node, monkeypatch: pytest.Mon
     owner.close()
 
 
-def test_of_too_many_the_last_is_dropped(here: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_too_many_the_last_is_dropped(here: Node) -> None:
     """Not the first one: its step's end would be taken for the next one's."""
-    monkeypatch.setattr(publisher, "MAX_WAITING", 2)
-    owner = Owner(here)
+    owner = Owner(here, most=2)
     owner.join()
     steps = [Step(over=False) for _ in range(3)]
     for number, step in enumerate(steps[:2], 1):
@@ -197,17 +196,16 @@ def test_what_was_told_before_the_scheduler_had_joined_is_told_again(owner: Owne
     assert not owner.holds(run)
 
 
-def test_who_refuses_is_not_told_all_each_time(
-    owner: Owner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_refuses_is_not_told_all_each_time(here: Node) -> None:
     """Of thousands of blocks, each time that it takes one: at most once a second."""
-    monkeypatch.setattr(publisher, "RETRY_SECONDS", 3600.0)
+    owner = Owner(here, retry=3600.0)
     owner.join()
     for number in range(12):
         owner.publish(number, Step(), epoch=1 - number % 2)
         assert owner.publisher.outbox.flush(SECONDS)
     assert owner.found(0, 1) == [False, True]
     assert owner.stats.counted("blocks_")["published"] == 12
+    owner.close()
 
 
 @pytest.mark.parametrize("how", ["", "which is late once", "which dies meanwhile"])

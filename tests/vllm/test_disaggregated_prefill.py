@@ -1,7 +1,7 @@
 """Disaggregated prefill with real vLLM servers on the CPU: the example, its proxy, a prefill server
 that is gone.
 
-The example goes through the pool. What is announced is read in place, too: test_vllm_sharing.
+The example goes through the pool. What is announced is read in place, too: test_real_in_place.
 """
 
 from __future__ import annotations

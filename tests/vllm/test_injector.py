@@ -4,12 +4,14 @@ instance still shares or says that it does not.
 
 A run without an exception lists the functions and how often each is called; see `injector.py`. A
 function raises in one of four ways: before or after its work, at its first or its third call; one
-of both modes, in place and through a pool, in one of them. With `VCACHE_INJECT=all` it raises in all
-four in each mode, and the file `VCACHE_INJECT_TABLE` gets a table."""
+of both modes, in place and through a pool, in one of them; `VCacheMultiConnector`'s, beside another
+connector with hits of its own, in all four. With `VCACHE_INJECT=all` each raises in all four in each
+mode, and the file `VCACHE_INJECT_TABLE` gets a table."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 import pytest
 import vllm_cases
@@ -35,18 +37,29 @@ def _injecting(arguments: dict[str, object]) -> object:
 class Mode:
     """An instance in which functions raise, and its neighbour, which has two prompts."""
 
-    def __init__(self, here: Node, share: str) -> None:
+    def __init__(self, here: Node, share: str, beside: bool = False) -> None:
         settings = IN_PLACE if share == "in_place" else {"pool": {"segment_bytes": "16 MiB"}}
-        self.share, self.owner = share, here.connect(f"{share} owner", settings)
-        arguments = {"kv_transfer_config": here.transfer(settings), "model": str(here.model)}
-        made = Instance(here.folder, f"{share} reader", {}, arguments, make=_injecting)
+        name = f"{share} beside" if beside else share
+        self.share, self.owner = share, here.connect(f"{name} owner", settings)
+        transfer, kept = here.transfer(settings), list[Prompt]()
+        if beside:
+            other = {
+                "kv_connector": "KeepingConnector",
+                "kv_connector_module_path": "vllm_variants",
+            }
+            inside = {"connectors": [transfer, other | {"kv_role": "kv_both"}]}
+            transfer = {"kv_connector": "VCacheMultiConnector", "kv_role": "kv_both"}
+            transfer |= {"kv_connector_extra_config": inside}
+            kept = [Prompt(new_tokens(LENGTH), max_tokens=3)]
+        arguments = {"kv_transfer_config": transfer, "model": str(here.model)}
+        made = Instance(here.folder, f"{name} reader", {}, arguments, make=_injecting)
         self.reader = here.undo.enter_context(made)
         shared, other, fresh = (Prompt(new_tokens(LENGTH), max_tokens=3) for _ in range(3))
         more = Prompt(fresh.tokens + new_tokens(CHUNK), max_tokens=3)
         for prompt in (shared, other):
             keep(self.owner, prompt.tokens, max_tokens=3)
-        self.load = [shared, other, fresh, more]
-        self.answers = here.alone(f"{share} aside").run(shared, fresh, other, more)
+        self.load = [shared, other, fresh, more, *kept]
+        self.answers = here.alone(f"{name} aside").run(shared, fresh, other, more, *kept)
         self.calls: dict[str, int] = self.reader.ask("functions", self.load)
 
     def cases(self, other: Mode) -> Iterator[Case]:
@@ -76,3 +89,12 @@ def test_one_exception_of_ours_ends_nothing(
     (other,) = (made for name, made in modes.items() if name != share)
     mode = modes[share]
     outcomes_of(share, mode.cases(other), mode.outcome_of, FILES, record_property)
+
+
+@pytest.mark.timeout(600)
+def test_what_stands_beside_another_connector_ends_nothing_either(
+    here: Node, record_property: Callable[[str, object], None]
+) -> None:
+    mode = Mode(here, "in_place", beside=True)
+    cases = chain.from_iterable(ways(mode.calls, every_way=True))
+    outcomes_of("beside", cases, mode.outcome_of, {"vllm/multi.py"}, record_property)

@@ -1,5 +1,5 @@
 """Memory that torch allocates and other processes map: sealed memfds, the GPU's against a driver
-that counts and can fail, and the GPU's on real GPUs. In real vLLM: test_vllm_in_place.py."""
+that counts and can fail, and the GPU's on real GPUs. In real vLLM: test_real_in_place.py."""
 
 from __future__ import annotations
 

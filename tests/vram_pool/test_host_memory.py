@@ -98,7 +98,7 @@ def test_the_last_gibibyte_of_the_machine_is_left_to_others(
     monkeypatch.setattr(devices, "host_available", lambda: answers.pop(0))
     create(HOST, MIB).close()
     monkeypatch.setattr(devices, "host_available", lambda: host_memory.SPARE_BYTES + MIB - 1)
-    monkeypatch.setattr(host_memory, "GROW_SECONDS", 0.0)
+    monkeypatch.setattr(host_memory._wait_for_room, "__defaults__", (0.0,))
     why = "1,074,790,399 B of host memory are available, and 1,073,741,824 of them stay free"
     with pytest.raises(SegmentError, match=why):
         create(HOST, MIB)

@@ -18,7 +18,7 @@ from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import SegmentError
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
-from vcache_backend.vram_pool import pool, regions
+from vcache_backend.vram_pool import regions
 from vcache_backend.vram_pool.copies.copier import HostCopier
 from vcache_backend.vram_pool.devices import Device, resolve
 from vcache_backend.vram_pool.memory_budget import Shortfall, shortfall
@@ -32,7 +32,7 @@ SIZES = Sizes(blocks=120)
 
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> FakeCuda:
-    monkeypatch.setattr(pool, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(Pool._contribute, "__defaults__", (PIECE,))
     return cuda
 
 
@@ -114,7 +114,7 @@ def test_the_thread_that_locks_leaves_captured_graphs_whole(served: Node, pieces
 def test_a_pool_that_is_closed_while_memory_is_locked_lets_go_of_it(
     served: Node, pieces: FakeCuda, monkeypatch: pytest.MonkeyPatch, lends: bool
 ) -> None:
-    monkeypatch.setattr(pool, "CLOSE_SECONDS", 0.0)
+    monkeypatch.setattr(Pool.close, "__defaults__", (0.0,))
     if not lends:
         served.engine("host:b", PIECE, layout_of(Cache(FLASH, SIZES)))
     begun, go_on = held_up(pieces)

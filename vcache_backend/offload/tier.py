@@ -30,9 +30,6 @@ from vcache_backend.vram_pool.pool import Pool
 
 log = logging.getLogger(__name__)
 
-MEASURED_BYTES = 1 << 20
-"""A load of fewer bytes does not count for the bandwidth."""
-
 
 class OffloadTier:
     """The offload tier in one process. `bind` and `fetch` run in the worker's thread, other methods
@@ -110,9 +107,10 @@ class OffloadTier:
         whole = missing[below] if below < len(missing) else len(shards)
         return found + whole // ranks
 
-    def _measured(self, nbytes: int, seconds: float) -> None:
-        """Note that a load of `nbytes` bytes took `seconds`."""
-        if nbytes >= MEASURED_BYTES and seconds > 0:
+    def _measured(self, nbytes: int, seconds: float, least: int = 1 << 20) -> None:
+        """Note that a load of `nbytes` bytes took `seconds`. A load of fewer than `least` bytes
+        does not count."""
+        if nbytes >= least and seconds > 0:
             rate = nbytes / seconds
             self.bandwidth = rate if self.bandwidth is None else 0.5 * self.bandwidth + 0.5 * rate
 

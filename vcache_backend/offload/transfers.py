@@ -34,8 +34,6 @@ from vcache_backend.vram_pool.pool import Pool
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING = 4096
-"""The most chunks that wait to be written. Further chunks are dropped and counted."""
 DROPPED = ("backlog", "down", "gone", "full", "failed")
 """The reasons why a chunk was not written."""
 
@@ -270,12 +268,12 @@ class Writer:
         self._stream: torch.cuda.Stream | None = None
         self._outbox = Outbox(stats.failed)
 
-    def offer(self, keys: Sequence[ChunkKey]) -> None:
-        """Queue chunks that are in the pool. Never blocks: a full queue drops and counts chunks.
-        Does nothing after `close`."""
+    def offer(self, keys: Sequence[ChunkKey], most: int = 4096) -> None:
+        """Queue chunks that are in the pool. Never blocks: if `most` chunks wait, further ones are
+        dropped and counted. Does nothing after `close`."""
         if self._stop.is_set():
             return
-        room = max(MAX_WAITING - len(self._waiting), 0)
+        room = max(most - len(self._waiting), 0)
         self._waiting += keys[:room]
         self._outbox.after(self._ready, self._write)
         self._dropped("backlog", len(keys) - room)

@@ -14,16 +14,11 @@ from vcache_backend import threads
 from vcache_backend.errors import VCacheError
 from vcache_backend.protocol.messages import ChunkKey, ResidentRun, SlotRun
 from vcache_backend.resident.mappings import Neighbours
+from vcache_backend.transfer.offloaded import OffloadSource
 from vcache_backend.transfer.outbox import at_once
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.session import Session
-from vcache_backend.transfer.sources import (
-    CHANGED,
-    LoadContext,
-    MemorySource,
-    OffloadSource,
-    Part,
-)
+from vcache_backend.transfer.sources import CHANGED, LoadContext, MemorySource, Part
 from vcache_backend.transfer.stats import LoadStats
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.copies.copier import Mark
@@ -35,8 +30,6 @@ NO_FAILURE = ("", ABSENT, "store_absent", CANCELLED, CHANGED)
 """Causes that do not count as failures. Changed memory has its own counter."""
 COPY_SECONDS = 10.0
 """How long to wait for a copy beside the offload tier's deadline. A copy takes milliseconds."""
-SLICE_SECONDS = 0.005
-"""The longest wait before all sources are checked again."""
 
 
 class Load:
@@ -125,7 +118,7 @@ class Load:
     def end(self, deadline: float) -> None:
         """Wait until the load is over; abandon the load at `deadline` (time.monotonic)."""
         while not self.advance() and time.monotonic() < deadline:
-            self.wait(SLICE_SECONDS)
+            self.wait()
         self.abandon()
 
     def finish(self, patience: float, prefix: Sequence[ChunkKey] = ()) -> int:
@@ -143,7 +136,7 @@ class Load:
             session.miss("promote", error)
         return self.loaded
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds: float = 0.005) -> None:
         """Wait at most `seconds` until `advance` may make progress."""
         if self._over:
             return
@@ -225,7 +218,7 @@ class Load:
                 until = time.monotonic() + patience
             elif time.monotonic() >= until:
                 return False
-            self.wait(SLICE_SECONDS)
+            self.wait()
         return True
 
     def _go_on(self) -> None:

@@ -32,16 +32,6 @@ from vcache_backend.vram_pool.generations import UInt32s, UInt64s
 
 log = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.002
-"""Each look at a step takes the interpreter from the thread that launches the next step."""
-TOGETHER_SECONDS = 0.1
-"""How long publications wait for further ones that no other instance is waiting for."""
-MAX_WAITING = 1024
-"""The most publications that wait for the end of their step. Further publications are dropped:
-other instances miss the blocks."""
-RETRY_SECONDS, SLOWEST_SECONDS = 1.0, 60.0
-"""The first and the longest pause between two attempts to publish everything again; each pause is
-twice as long as the last one. The server refuses until the scheduler has shown its generations."""
 _BLOCK = np.dtype(
     [
         ("number", "<i8"),
@@ -63,16 +53,30 @@ class Publisher:
     are published again."""
 
     def __init__(
-        self, client: Client, stats: EngineStats, instance: InstanceId, rank: int, blocks: int
+        self,
+        client: Client,
+        stats: EngineStats,
+        instance: InstanceId,
+        rank: int,
+        blocks: int,
+        *,
+        most: int = 1024,
+        together: float = 0.1,
+        retry: float = 1.0,
     ) -> None:
-        """blocks: vLLM's number of blocks."""
+        """blocks: vLLM's number of blocks. most: publications that wait for the end of their step;
+        further ones are dropped, and other instances miss the blocks. together: for how many
+        seconds publications that nobody waits for wait for further ones. retry: the first pause
+        before everything is published again, since the server refuses until the scheduler has
+        shown its generations."""
         self._client, self._stats, self._instance, self._rank = client, stats, instance, rank
         self._published = np.zeros(blocks, dtype=_BLOCK)
         self._waiting: deque[tuple[Mark, Publish]] = deque()
         self._tables = Tables(client)
         self._due = math.inf
         """When to publish all blocks again; infinite while the server has them."""
-        self._pauses = Backoff(RETRY_SECONDS, SLOWEST_SECONDS)
+        self._most, self._together = most, together
+        self._pauses = Backoff(retry, 60.0)
         self.outbox = Outbox(stats.failed)
         client.on_return.append(self._returned)
         client.on_beat.append(self._beat)
@@ -81,11 +85,13 @@ class Publisher:
         """Queue blocks that can be read once `written` is reached. Any thread; never blocks. epoch:
         see `Publish`. soon: other instances may wait for the blocks; otherwise they are published
         together with those of the next steps."""
-        if len(self.outbox) >= MAX_WAITING:
+        if len(self.outbox) >= self._most:
             self._stats.failed("publication_dropped")
             return
         self._waiting.append((written, Publish(self._instance, self._rank, runs, epoch)))
-        reached, within = polled(written.reached, _POLL_SECONDS), 0.0 if soon else TOGETHER_SECONDS
+        # Each look at a step takes the interpreter from the thread that launches the next step.
+        reached = polled(written.reached, 0.002)
+        within = 0.0 if soon else self._together
         self.outbox.after(reached, self._publish_reached, within, self._drop_failed)
 
     def known(self, blocks: UInt32s, generations: UInt64s) -> npt.NDArray[np.bool_]:

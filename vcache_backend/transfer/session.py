@@ -14,7 +14,7 @@ import torch
 from vcache_backend.config import Config, OffloadConfig
 from vcache_backend.errors import LayoutError, VCacheError
 from vcache_backend.protocol.client import Client
-from vcache_backend.protocol.messages import ChunkKey, Location, of_rank
+from vcache_backend.protocol.messages import ChunkKey, of_rank
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.transfer.stats import EngineStats
@@ -23,7 +23,6 @@ from vcache_backend.vram_pool.copies.copier import Copier, HostCopier
 from vcache_backend.vram_pool.copies.geometry import PagedKV
 from vcache_backend.vram_pool.memory_budget import LEAST, Shortfall
 from vcache_backend.vram_pool.pool import Pool
-from vcache_backend.vram_pool.regions import SlotView
 
 if TYPE_CHECKING:
     from vcache_backend.offload.tier import OffloadTier
@@ -149,10 +148,6 @@ class Session:
         if answer.present[0]:
             return 0
         return 1 if self.tier is not None and self.tier.lookup([key], answer.epoch) else -1
-
-    def views(self, locations: Sequence[Location]) -> list[SlotView]:
-        """Map the leading locations that this process can read. Keep the views during the copy."""
-        return self.pool.slots(locations)
 
     # ---- the offload tier
 

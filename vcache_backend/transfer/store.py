@@ -174,7 +174,7 @@ def _gather(
     """Copy chunks into their slots, unless it is later than `launch_by` (time.monotonic). Returns
     the copy, its bytes, and objects that must live until the copy is complete."""
     stats, count, nbytes = session.stats, len(slots), places.kv.chunk_bytes(session.chunk_size)
-    views = session.views(list(slots.values()))
+    views = session.pool.slots(list(slots.values()))
     fits = len(views) == count and all(view.nbytes >= nbytes for view in views)
     whole = fits and all(map(places.holds, slots))
     if not whole or time.monotonic() > launch_by:

@@ -43,9 +43,6 @@ from vcache_backend.seals import lacking, sealed
 MACHINE = "x86_64"
 VOID = 1
 """The counter of a block that must not be read."""
-MOST_ALONE = 500
-"""With more elements numpy lends the interpreter to other threads, and vLLM's scheduler waits to
-get it back. `take` always lends it."""
 _ODD = np.uint64(1)
 _PARITY = bytes(byte & 1 for byte in range(256))
 
@@ -59,11 +56,13 @@ def packed(counters: UInt64s, blocks: Blocks) -> bytes:
     return b"".join([counters[part].tobytes() for part in _parts(blocks)])
 
 
-def _parts(blocks: Blocks) -> list[npt.NDArray[np.intp]]:
-    """Split blocks into parts of `MOST_ALONE`. numpy takes less time for its own type of index."""
-    # Each part by itself: numpy would lend the interpreter to convert all blocks at once.
-    starts = range(0, len(blocks), MOST_ALONE)
-    return [np.asarray(blocks[at : at + MOST_ALONE], np.intp) for at in starts]
+def _parts(blocks: Blocks, most: int = 500) -> list[npt.NDArray[np.intp]]:
+    """Split blocks into parts of `most`. With more elements numpy lends the interpreter to other
+    threads, and vLLM's scheduler waits to get it back. `take` always lends it."""
+    # Each part by itself: numpy would lend the interpreter to convert all blocks at once. numpy
+    # takes less time for its own type of index.
+    starts = range(0, len(blocks), most)
+    return [np.asarray(blocks[at : at + most], np.intp) for at in starts]
 
 
 def first_odd(packed: bytes) -> int:
@@ -120,7 +119,8 @@ class Generations:
 
     def has_void(self, blocks: Sequence[int]) -> bool:
         """Whether one of these blocks must not be read."""
-        return any(map(VOID.__and__, map(self.counters.data.__getitem__, blocks)))
+        memory = self.counters.data
+        return any(memory[block] & VOID for block in blocks)
 
     def void_all(self) -> None:
         """Mark all blocks as not to be read until they are filled again."""

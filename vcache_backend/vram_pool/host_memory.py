@@ -26,8 +26,6 @@ from vcache_backend.vram_pool.cuda_driver import Driver, DriverError
 
 SPARE_BYTES = 1 << 30
 """The bytes of host memory that stay free beside a new segment."""
-GROW_SECONDS = 20.0
-"""How long to wait for more host memory: a virtual machine may grow only as memory is used."""
 _STEP_BYTES = 256 << 20
 """Bytes that are allocated and locked at a time. Locking takes some 50 ms, in which the driver lets
 no thread launch work."""
@@ -42,7 +40,7 @@ def allocate(name: str, nbytes: int, *, populated: bool = False) -> int:
     The first write to a page allocates the page, so a segment larger than the machine's memory
     fails in use, not here (`vcache doctor` compares both sizes). populated: allocate all pages now,
     in some 0.3 s a GiB, while other threads go on; SegmentError if less than `SPARE_BYTES` would be
-    left after `GROW_SECONDS`."""
+    left after 20 s."""
     with ExitStack() as undo:
         fd, memory = sealed(name, nbytes)
         undo.callback(os.close, fd)
@@ -124,8 +122,9 @@ def _register(driver: Driver, ordinal: int, address: int, nbytes: int) -> None:
         undo.pop_all()
 
 
-def _wait_for_room(nbytes: int) -> None:
-    until = time.monotonic() + GROW_SECONDS
+def _wait_for_room(nbytes: int, patience: float = 20.0) -> None:
+    """Wait until there is more host memory: a virtual machine may grow only as memory is used."""
+    until = time.monotonic() + patience
     while (available := devices.host_available()) < nbytes + SPARE_BYTES:
         if time.monotonic() > until:
             free = f"{available:,} B of host memory are available"

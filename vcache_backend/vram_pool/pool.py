@@ -35,11 +35,6 @@ MAX_WAITS = 30
 """For how many heartbeats a worker tries again, after a restart of the server: to offer its
 segments, whose old server may still be ending; then to lend, since the memory of segments that were
 not taken back is free only once every process has unmapped them."""
-PIECE_BYTES = 4 << 30
-"""The size of the segments in which pinned host memory is lent: some seconds until the first is
-ready."""
-CLOSE_SECONDS = 5.0
-"""How long `close` waits for the driver's work."""
 
 
 class PoolSegment(OwnedSegment):
@@ -47,8 +42,8 @@ class PoolSegment(OwnedSegment):
 
     It has its own fds, to offer the segment again if the metadata server has lost the segment.
     whole: the bytes, mapped as long as this object or a tensor over them lives. local: the memory
-    is on the reader's own device. view: of the table of slots. A reader compares a slot's
-    generation after its copy."""
+    is on the reader's own device. table: has the fd of the table of slots. view: of this table. A
+    reader compares a slot's generation after its copy."""
 
     def __init__(
         self, info: SegmentInfo, fd: int, whole: torch.Tensor, table: int, local: bool
@@ -56,11 +51,8 @@ class PoolSegment(OwnedSegment):
         """table: an fd. The caller keeps both fds. Raises SegmentError, OSError."""
         self.view = GenerationView.of_segment(table, info.id)
         self.whole, self.local = whole, local
-        with ExitStack() as undo:
-            self.table = os.dup(table)
-            undo.callback(os.close, self.table)
-            super().__init__(info, os.dup(fd))
-            self._undo = undo.pop_all()
+        super().__init__(info, os.dup(fd))
+        self.table = OwnedSegment(info, os.dup(table))
 
     def slot_offsets(self, run: SlotRun, nbytes: int) -> Int64s | None:
         """Return the first byte of each of the run's slots; None if the slots cannot be in this
@@ -74,7 +66,7 @@ class PoolSegment(OwnedSegment):
     def close(self) -> None:
         """Close the fds. Idempotent."""
         super().close()
-        self._undo.close()
+        self.table.close()
 
 
 class Pool:
@@ -86,7 +78,8 @@ class Pool:
     offers all its segments to a restarted server, and unmaps dropped segments.
 
     Host memory beside a GPU is allocated and locked by a thread of its own, in some 0.5 s a GiB, in
-    pieces of `PIECE_BYTES`; until a segment is ready, this process does not use it."""
+    pieces of 4 GiB, the first of which is ready in some seconds; until a segment is ready, this
+    process does not use it."""
 
     def __init__(
         self,
@@ -132,13 +125,10 @@ class Pool:
         """Views of the leading locations that this process can write to. Maps new segments.
 
         A view keeps the segment mapped: keep all views until the copy is over."""
-        views, known = list[SlotView](), dict[SegmentId, PoolSegment | None]()
+        views = list[SlotView]()
         for location in locations:
             id_, offset, length = location.segment, location.offset, location.length
-            if id_ not in known:
-                known[id_] = self.segment(id_)
-            segment = known[id_]
-            if segment is None:
+            if (segment := self.segment(id_)) is None:
                 break
             if offset + length > segment.nbytes:
                 said = "segment %s has no bytes [%d, %d); this location is not used"
@@ -151,10 +141,10 @@ class Pool:
     def mapped(self) -> list[SegmentInfo]:
         return [segment.info for segment in list(self._mapped.values())]
 
-    def close(self) -> None:
+    def close(self, patience: float = 5.0) -> None:
         """Unmap everything. The server keeps the segments. Copies must be over. Idempotent.
 
-        Waits some seconds for the driver's work: the process must not end in a driver call."""
+        Waits `patience` seconds for the driver's work: the process must not end in such a call."""
         self._client.on_segments = lambda infos: None
         with self._lock:
             self._closed = True
@@ -162,7 +152,7 @@ class Pool:
                 segment.close()
             self._mapped.clear()
         if self._thread is not None:
-            self._thread.join(CLOSE_SECONDS)
+            self._thread.join(patience)
 
     # ---- following the server
 
@@ -202,7 +192,7 @@ class Pool:
         lock, since loads and stores wait for the lock."""
         info = segment.info
         try:
-            chunks, table = self._client.add_segment(info, segment.fd, segment.table)
+            chunks, table = self._client.add_segment(info, segment.fd, segment.table.fd)
         except VCacheError as error:
             log.info("segment %s could not be offered again: %s", info.id, error)
             return False
@@ -260,11 +250,12 @@ class Pool:
 
     # ---- lending
 
-    def _contribute(self, infos: list[SegmentInfo]) -> None:
+    def _contribute(self, infos: list[SegmentInfo], most: int = 4 << 30) -> None:
         """Complete the own device's share of the pool, once for each server process.
 
-        The server allows one of the device's workers to lend; the other workers ask again until the
-        share is complete. A segment that is dropped later is not replaced."""
+        most: bytes of a segment of pinned memory. The server allows one of the device's workers to
+        lend; the other workers ask again until the share is complete. A segment that is dropped
+        later is not replaced."""
         epoch = self._client.epoch
         if self._contributed == epoch:
             return
@@ -278,7 +269,7 @@ class Pool:
         except VCacheError as error:
             log.debug("lend: %s", error)
             return
-        piece = min(nbytes, PIECE_BYTES) if self._pinned else nbytes
+        piece = min(nbytes, most) if self._pinned else nbytes
         if piece and self._lend(piece) and piece == nbytes:
             self._contributed = epoch
 

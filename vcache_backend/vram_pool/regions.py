@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+import weakref
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Self
 
@@ -52,33 +53,27 @@ class OwnedSegment:
     granularity)."""
 
     def __init__(self, info: SegmentInfo, fd: int) -> None:
-        """fd: this object closes it."""
+        """fd: this object closes it, at the latest when it is dropped."""
         self.info, self.id, self.device, self.nbytes = info, info.id, info.device, info.nbytes
-        self._fd = fd
+        self._fd, self._close = fd, weakref.finalize(self, os.close, fd)
 
     @property
     def fd(self) -> int:
         """The fd, to be sent with SCM_RIGHTS; this object keeps it. Raises SegmentError once
         closed: another file may have the number."""
-        if self._fd < 0:
+        if not self._close.alive:
             raise SegmentError(f"segment {self.id} is closed")
         return self._fd
 
     def close(self) -> None:
         """Close the fd. Idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_fd", -1) >= 0:
-            self.close()
 
 
 def create(device: Device, nbytes: int) -> OwnedSegment:

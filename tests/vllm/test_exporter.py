@@ -1,5 +1,5 @@
 """The context in which vLLM makes its KV cache: what becomes exportable, and that nothing of ours
-raises into vLLM. The memory itself: test_exports. In real vLLM: test_vllm_in_place."""
+raises into vLLM. The memory itself: test_exports. In real vLLM: test_real_in_place."""
 
 from __future__ import annotations
 

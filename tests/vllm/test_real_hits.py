@@ -1,5 +1,5 @@
 """Real vLLM on the CPU with our own connector and with LMCache: what requests are answered,
-whichever way their KV comes; in place: test_vllm_sharing.
+whichever way their KV comes; in place: test_real_in_place.
 
 Every answer is compared with vLLM's own. Of each integration instance `a` stores, and computes long
 prompts in several steps; a `reader`, another process, has never computed what it is asked and so
@@ -154,7 +154,7 @@ def test_a_prompt_that_is_rated_is_computed(
     here: Node, a: Instance, reader: Instance, aside: Instance
 ) -> None:
     """Its own log probabilities are wanted for every token, so none may come from the pool. With our
-    connector: test_vllm_connector."""
+    connector: test_connector."""
     tokens = new_tokens(HITS + 5)
     here.keep(a, tokens)
     alone, rated = aside.one(tokens, rate=True), reader.one(tokens, rate=True)
@@ -331,6 +331,6 @@ def test_without_a_hash_seed_it_steps_aside_and_says_so_once(here: Node, a: Inst
     assert here.chunks() == before
     assert a.one(tokens).said == alone.said
     # LMCache says the reason, too.
-    said = "vLLM serves; nothing is cached"
+    said = "vLLM serves without it"
     (line,) = [line for line in unseeded.log.splitlines() if said in line]
-    assert "stepped aside: PYTHONHASHSEED is not set" in line
+    assert "vcache caches nothing: PYTHONHASHSEED is not set" in line

@@ -1,23 +1,13 @@
-"""The hooks into vLLM for LMCache: who shares with whom.
-
-What a hit is worth with them, `test_integrations` shows with the real ones.
-"""
+"""Which requests share with whom through LMCache. What a hit is worth with that, test_real_hits shows."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 import itertools
-import sys
-import types
 from typing import Any
 
 import pytest
 from vllm_cases import missing, needs_vllm
 
-from vcache_backend.integration import plugin
-from vcache_backend.integration.lmcache import hooks as lmcache_hooks
-from vcache_backend.integration.lmcache.boundary import LMCacheBoundary
 from vcache_backend.integration.lmcache.scheduler import PLAIN, TAG, UNCACHED, give_scope, scope
 from vcache_backend.integration.vllm.adapters import Adapters
 
@@ -25,7 +15,6 @@ if not missing(()):
     pytest.importorskip("vllm.v1.request")  # it lets the warnings pass that come with the import
     import torch
     from vllm import PoolingParams, SamplingParams
-    from vllm.config import KVTransferConfig
     from vllm.lora.request import LoRARequest
     from vllm.v1.request import Request
 
@@ -79,44 +68,3 @@ def test_requests_that_share_their_parameters_keep_their_own_scopes() -> None:
         for one, its in zip((plain, red, salted), wanted, strict=True):
             assert give_scope(one, Adapters()) == tags(one)[TAG] == its
     assert shared.extra_args == {"kv_transfer_params": team}
-
-
-# ---- the entry point
-
-
-def test_vllm_finds_the_hook_under_the_name_vcache() -> None:
-    (entry,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="vcache")
-    assert entry.load() is plugin.register
-
-
-def test_registering_never_raises(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    without = types.ModuleType("a vLLM without that class")
-    monkeypatch.setitem(sys.modules, lmcache_hooks.CONNECTOR_MODULE, without)
-    monkeypatch.setattr(lmcache_hooks, "SCHEDULER", LMCacheBoundary("scheduler"))
-    lmcache_hooks.register()
-    assert "LMCache's scheduler shares nothing any more" in caplog.text
-
-
-def test_a_factory_that_takes_no_names_leaves_the_long_way_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, plugin.FACTORY, types.ModuleType("a vLLM without the class"))
-    plugin.register_name()
-    assert f"only by kv_connector_module_path ({plugin.CONNECTOR})" in caplog.text
-
-
-@needs_vllm
-def test_the_connectors_name_is_all_that_vllm_needs_once_our_plugin_was_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    factory = importlib.import_module(plugin.FACTORY).KVConnectorFactory
-    monkeypatch.setattr(factory, "_registry", {})
-    told = KVTransferConfig(kv_connector="VCacheConnector", kv_role="kv_both")
-    with pytest.raises(ValueError, match="Unsupported connector type: VCacheConnector"):
-        factory.get_connector_class(told)
-    for _ in range(2):
-        plugin.register()
-        found = factory.get_connector_class(told)
-        assert found.__module__ == "vcache_backend.integration.vllm.connector"

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import pytest
 from engine_cases import Node
-from in_place_cases import BLOCK, CHUNK, EACH, Engine, Make, engines, here, new_tokens
+from in_place_cases import BLOCK, CHUNK, EACH, Engine, Make, blocks_of, engines, here, new_tokens
 from processes import eventually
 from vllm_cases import needs_vllm
 
@@ -16,6 +16,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installe
 
 from vllm.v1.request import Request, RequestStatus
 
+from vcache_backend.integration.vllm import lookups
 from vcache_backend.integration.vllm.metadata import StepMetadata
 from vcache_backend.protocol.messages import Find, ResidentRun
 from vcache_backend.transfer.outbox import LATER_SECONDS
@@ -71,11 +72,11 @@ def test_a_hit_is_loaded_from_where_it_was_published_and_published_again(shared:
     published = [one for meta in owner.metas for one in owner.published(source, meta)]
     (run,) = load.residents
     assert lying_at(run) == [one.block for one in published]
+    assert load.publication.later, "it is told when the token is out"
+    assert [one.number for one in blocks_of(loading)] == [*range(6)]
     assert reader.step().publications == [], "nothing of it is there"
     reader.step(finished_recving={request.request_id})
-    assert reader.numbers(request, reader.step()) == [*range(6)]
-    told = [spec.later for spec in reader.metas[-1].publications]
-    assert all(told), "so it is told when the token is out"
+    assert reader.step().publications == [], "its worker has done so"
     assert not any(spec.later for meta in owner.metas for spec in meta.publications)
     reader.finish(request)
     reader.flush()
@@ -159,9 +160,12 @@ def test_vllm_keeps_blocks_that_a_step_under_way_may_write(shared: Make) -> None
     assert engine.half.context.blocks.free > free
 
 
-def test_a_block_that_its_owner_uses_again_is_not_asked_for(shared: Make) -> None:
+def test_a_block_that_its_owner_uses_again_is_not_asked_for(
+    shared: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another has it, too, and has lost another chunk; of the last one nobody has anything any
     more. The server names both in any order."""
+    monkeypatch.setattr(lookups, "YOUNG_SECONDS", 0.0)
     owner, other, reader, tokens = shared(), shared(), shared(), new_tokens(3 * CHUNK + 5)
     source = computed(owner, tokens)
     copy = computed(other, tokens[: 2 * CHUNK + 1])
@@ -199,7 +203,7 @@ def test_what_was_computed_before_another_reset_the_namespace_is_not_found(share
     assert owner.numbers(source, late) == [*range(6)]
     assert other.scheduler.reset_prefix_cache(reset_connector=True)
     owner.slow = False
-    owner.tell(late)
+    owner.publish(late.publications)
     owner.flush()
     asked = Find(other.half.context.prefix, other.hashes(source), EACH, 6)
     assert other.half.context.client.find(asked).found == 0

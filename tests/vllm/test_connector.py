@@ -2,7 +2,7 @@
 
 Every answer is compared with vLLM's own. Instance `a` stores; instance `b`, another process, has
 never computed what it is asked and so can only have it from the pool; `aside` is vLLM alone.
-`test_integrations.py` has what LMCache does too, test_vllm_waits prefixes that others compute."""
+`test_real_hits` has what LMCache does too, `test_real_waits` prefixes that others compute."""
 
 from __future__ import annotations
 
