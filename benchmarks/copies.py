@@ -18,8 +18,7 @@ import torch
 from vcache_backend.vram_pool import regions
 from vcache_backend.vram_pool.copies.copier import Completion, CopyJob
 from vcache_backend.vram_pool.copies.cuda_copier import CudaCopier
-from vcache_backend.vram_pool.copies.geometry import PagedKV
-from vcache_backend.vram_pool.copies.plan import placed, slot_rows
+from vcache_backend.vram_pool.copies.geometry import PagedKV, placed, slot_rows
 from vcache_backend.vram_pool.devices import Device, resolve
 
 from .results import Row, row

@@ -5,20 +5,17 @@ providers.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
-import torch
-from engine_cases import Node, get, node, put
-from kv_cases import CHUNK, FLASH, MLA, Arrangement, Cache, layout_of, places, prompt
+from engine_cases import Node, get, put
+from kv_cases import CHUNK, FLASH, MLA, Arrangement, Cache, layout_of, prompt
 from mooncake_cases import Raw, depot, hung_depot, model, needs_mooncake, own_depot, raw
 from mooncake_store import Depot
-from neighbour_cases import Owner, instance, mapped
-from processes import PATIENT, QUICK, SECONDS, eventually, leaving_nothing
+from offload_cases import LENGTH, ROOMY, TIER, cache_on, engine, nodes, through
+from processes import SECONDS, eventually, leaving_nothing
 from test_command import vcache
 
 from vcache_backend.config import ByteSize
@@ -26,55 +23,10 @@ from vcache_backend.engine import VCacheEngine
 from vcache_backend.errors import ServerTimeout
 from vcache_backend.offload import objects, tier, transfers
 from vcache_backend.protocol.messages import NAMESPACE_BYTES, ChunkKey, Present
-from vcache_backend.resident.mappings import Neighbours
-from vcache_backend.transfer.load import Load
-from vcache_backend.transfer.places import BlockPlaces
-from vcache_backend.transfer.store import store
-
-ROOMY = 4 << 20
-LENGTH = 5 * CHUNK
-TIER = {"retry_seconds": 0.05, "lookup_seconds": 10.0, "get_seconds": 10.0}
-"""What breaks is tried again soon; but only tests of deadlines set some that a slow machine may
-miss.
-"""
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[list[Node]]:
-    """Two, each with a server of its own."""
-    with node(tmp_path / "one", QUICK) as one, node(tmp_path / "two", QUICK) as two:
-        for made in (one, two):
-            made.serve()
-        yield [one, two]
-
-
-def engine(
-    at: Node,
-    store: Depot,
-    model: str,
-    cache: Cache | None = None,
-    device: str = "host",
-    room: int = ROOMY,
-    **offload: Any,
-) -> VCacheEngine:
-    """An engine of `at` whose tier is open. room: bytes that it lends to the pool."""
-    cache = cache or Cache()
-    tier = store.offload(**(TIER | offload))
-    config = msgspec.structs.replace(at.config(device, room), offload=tier)
-    made = VCacheEngine(config, layout_of(cache, model=model))
-    at.undo.enter_context(made)
-    made.register(cache.tensors)
-    eventually(lambda: made.get_stats()["offload"]["usable"])
-    return made
-
-
-def through(made: VCacheEngine, cache: Cache, tokens: torch.Tensor) -> None:
-    """Store, and wait until it is below."""
-    put(made, cache, tokens)
-    assert made.flush(SECONDS, through=True)
-
 
 __all__ = ["depot", "hung_depot", "model", "nodes", "own_depot", "raw"]
+
+
 pytestmark = needs_mooncake
 
 
@@ -221,10 +173,6 @@ def test_a_reset_covers_the_offload_tier(
 DEVICES = ["host", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
 
-def cache_on(device: str, arrangement: Arrangement = FLASH) -> Cache:
-    return Cache(arrangement, device="cpu" if device == "host" else device)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("arrangement", [FLASH, MLA], ids=lambda value: value.name)
 def test_what_one_node_stored_another_reads_and_keeps(
@@ -249,54 +197,3 @@ def test_what_one_node_stored_another_reads_and_keeps(
     assert get(two, cache, tokens, seed=2) == LENGTH
     stats = two.get_stats()
     assert (stats["hits"]["vram"], stats["offload"]["written"]) == (5, 0)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_whole_blocks_are_filled_behind_a_mark(
-    nodes: list[Node], depot: Depot, model: str, device: str
-) -> None:
-    """As the connector for vLLM does it: the model's stream goes on, and waits for nothing."""
-    cache, tokens = cache_on(device), prompt(LENGTH)
-    one, two = (engine(at, depot, model, cache=cache, device=device) for at in nodes)
-    there, here = places(cache.sizes, LENGTH, 1), places(cache.sizes, LENGTH, 2)
-    each, keys = CHUNK // cache.sizes.block_size, one.keys(tokens)
-    blocks = (there[:: cache.sizes.block_size] // cache.sizes.block_size).reshape(-1, each).numpy()
-    cache.fill(tokens, there)
-    kv = one._session.bind(cache.tensors)
-    at = BlockPlaces(kv, CHUNK, blocks.reshape(-1).tolist(), kv.block_size)
-    assert store(one._session, at, keys, range(len(keys)), beside=True) is not None
-    assert one.flush(SECONDS, through=True)
-    cache.poison()
-    session = two._session
-    ids = (here[:: cache.sizes.block_size] // cache.sizes.block_size).tolist()
-    kv = session.bind(cache.tensors)
-    at = BlockPlaces(kv, CHUNK, ids, kv.block_size)
-    load = Load(session, at, keys, mark=session.copier.mark())
-    assert load.run(SECONDS) == len(keys)
-    assert cache.holds_only(tokens, here)
-    assert load.to_promote() == list(range(len(keys)))
-    load.cancel()
-    assert load.to_promote() == [], "the blocks may have another owner by now"
-
-
-def test_a_chunk_whose_first_block_is_resident_is_fetched_for_the_rest(
-    nodes: list[Node], depot: Depot, model: str
-) -> None:
-    cache, tokens = Cache(), prompt(LENGTH)
-    one, two = (engine(at, depot, model, cache=cache) for at in nodes)
-    through(one, cache, tokens)
-    session, size = two._session, cache.sizes.block_size
-    kv, count = session.bind(cache.tensors), LENGTH // size
-    with closing(Owner(nodes[1].path, PATIENT, instance(1))) as owner:
-        there = owner.compute(tokens[: 3 * size], [7, 2, 9])
-        neighbours = Neighbours(session.client, session.device, kv, 0)
-        assert mapped(neighbours, owner.name)
-        cache.poison()
-        at = BlockPlaces(kv, CHUNK, range(count), size)
-        keys = one.keys(tokens)
-        load = Load(session, at, keys, runs=[there], neighbours=neighbours)
-        assert load.run(SECONDS) == len(keys)
-        neighbours.close()
-    assert cache.holds_only(tokens, torch.arange(LENGTH))
-    assert load.stats.tokens == {"resident": 3 * size, "store": LENGTH - 3 * size}
-    assert load.to_promote() == list(range(1, len(keys)))

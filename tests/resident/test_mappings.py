@@ -7,15 +7,17 @@ from __future__ import annotations
 import gc
 import os
 import time
+import weakref
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import neighbour_cases
 import pytest
+import torch
 from engine_cases import said
-from kv_cases import SMALL
-from neighbour_cases import Reader, kv_mapped, mapped, owner, read, still, threads
-from processes import PATIENT, QUICK, Stage, asked, eventually, hung, make_memfd
+from kv_cases import SMALL, Sizes
+from neighbour_cases import Reader, instance, kv_mapped, mapped, owner, pull, read, still, threads
+from processes import PATIENT, QUICK, SECONDS, Stage, asked, eventually, hung, make_memfd
 from server_cases import few_descriptors
 
 from vcache_backend.errors import SegmentError
@@ -25,9 +27,11 @@ from vcache_backend.resident.mappings import (
     Tables,
 )
 from vcache_backend.resident.own_cache import cache_shape
+from vcache_backend.vram_pool import devices
+from vcache_backend.vram_pool.copies.cuda_copier import CudaCopier
 from vcache_backend.vram_pool.generations import Generations, GenerationView
 
-ONE, TWO = neighbour_cases.instance(1), neighbour_cases.instance(2)
+ONE, TWO = instance(1), instance(2)
 WORKER = {"scheduler": False}
 
 
@@ -250,7 +254,62 @@ def test_a_hung_server_is_a_miss_for_a_while(
 def test_what_was_refused_is_remembered_but_not_without_bound() -> None:
     refused = Refusals(most=9)
     for number in range(10):
-        refused.add(neighbour_cases.instance(number))
-    refused.add(neighbour_cases.instance(5), 0.0)
+        refused.add(instance(number))
+    refused.add(instance(5), 0.0)
     expected = [False, True, False, True]
-    assert [neighbour_cases.instance(number) in refused for number in (0, 1, 5, 9)] == expected
+    assert [instance(number) in refused for number in (0, 1, 5, 9)] == expected
+
+
+# ---- on real GPUs: read over NVLink, and given back when their owner dies
+
+SIZES = Sizes(layers=4, heads=8, dim=128, blocks=64)
+LIVES = 4
+
+
+@pytest.fixture
+def gpu_reader(stage: Stage) -> Iterator[Reader]:
+    """A worker on `cuda:0`."""
+    device = devices.resolve("cuda:0")
+    with closing(Reader(stage.client(device=device.name), device, SIZES)) as made:
+        yield made
+
+
+@pytest.mark.gpu
+def test_a_copy_out_of_a_killed_owners_memory_ends_well(stage: Stage, gpu_reader: Reader) -> None:
+    """The owner dies while the copy waits in its stream; then the memory goes."""
+    with owner(stage, device="cuda:0", sizes=SIZES) as there, ExitStack() as undo:
+        copier = CudaCopier(0)
+        undo.callback(copier.drain)
+        generations = there.ask("write", [9], 90)
+        neighbour = gpu_reader.there(instance(1))
+        read(neighbour, gpu_reader.cache, 9, copier=copier)
+        gpu_reader.cache.mark(0, 0)
+        torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call] # some 0.6 s
+        copy = pull(neighbour, gpu_reader.cache, 9, copier)
+        there.kill()
+        assert copy.wait(SECONDS)
+        assert still(neighbour.view, [9], generations)
+        assert gpu_reader.cache.held(0) == 90
+        left = weakref.ref(neighbour)
+        del neighbour, copy
+        eventually(lambda: left() is None)
+        gpu_reader.cache.mark(1, 7)
+        torch.cuda.synchronize()
+        assert gpu_reader.cache.held(1) == 7
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(180)
+def test_the_memory_of_a_killed_owner_that_somebody_had_mapped_is_free_for_the_next(
+    stage: Stage, gpu_reader: Reader
+) -> None:
+    """Each takes two fifths of the GPU, so that a third does not fit beside two that are dead."""
+    block = SIZES.layers * 2 * SIZES.block_size * SIZES.heads * SIZES.dim * 2
+    sizes = SIZES._replace(blocks=int(torch.cuda.mem_get_info(0)[1] * 0.4) // block)
+    for life in range(1, LIVES + 1):
+        with owner(stage, life, device="cuda:0", sizes=sizes) as there:
+            mapped = weakref.ref(gpu_reader.there(instance(life)))
+            there.kill()
+            # Gone from here, with nobody asking; the server lets go a moment later.
+            eventually(lambda left=mapped: left() is None)
+        eventually(lambda: torch.cuda.mem_get_info(0)[0] >= sizes.blocks * block)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from vcache_backend.vram_pool.copies.copier import CopyJob, HostCopier
-from vcache_backend.vram_pool.copies.geometry import PagedKV
-from vcache_backend.vram_pool.copies.plan import placed, slot_rows
+from vcache_backend.vram_pool.copies.geometry import PagedKV, placed, slot_rows
 
 BLOCK, BLOCKS = 4, 12
 

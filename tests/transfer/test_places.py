@@ -12,9 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vcache_backend.errors import LayoutError
-from vcache_backend.transfer.places import BlockPlaces, SlotPlaces
-from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV, Share
-from vcache_backend.vram_pool.copies.plan import placed
+from vcache_backend.transfer.places import BlockPlaces, SlotPlaces, whole_blocks
+from vcache_backend.vram_pool.copies.geometry import (
+    Int64s,
+    PagedKV,
+    Share,
+    chunk_planes,
+    placed,
+    slot_rows,
+)
 
 BLOCK = 4
 CHUNK = 16
@@ -116,3 +122,21 @@ def test_a_block_is_moved_if_and_only_if_it_is_wanted_whole_and_lies_in_one_bloc
         blocks, _ = at.store_rows(stored, [0] * len(stored))
         kept = [block for number, block in rows if number // (CHUNK // BLOCK) in stored]
         assert blocks[:, 2].tolist() == kept
+
+
+@pytest.mark.parametrize("starts", [[-1], [1], [0, 16], [1 << 40]])
+def test_a_chunk_outside_of_the_mapping_is_refused(starts: list[int]) -> None:
+    with pytest.raises(LayoutError, match="are not in a slot mapping of 16"):
+        whole_blocks(KV, CHUNK, places(1, 2, 3, 4), starts)
+
+
+def test_of_several_block_tables_a_chunk_has_the_blocks_of_each_one_behind_the_other() -> None:
+    several = replace(KV, shares=(Share(BLOCK), Share(BLOCK, 2 * BLOCK)))
+    copy = placed(several, np.array([7, 3, 30, 4, 0, 31, -1, 9, 8, -1, -1, 6]))
+    rows, origins = slot_rows(several, CHUNK, copy, np.array([10_000, 50_000]))
+    first = [[0, 10_000 + 192 * at, block] for at, block in enumerate((7, 3, 30, 4, 0, 31))]
+    assert rows[:6].tolist() == first
+    assert rows[6:].tolist() == [[0, 50_192, 9], [0, 50_384, 8], [0, 50_960, 6]]
+    assert origins.tolist() == [chunk_planes(several, CHUNK).tolist()]
+    with pytest.raises(LayoutError, match="names blocks -1 to 7"):
+        placed(KV, np.array([7, -1]))

@@ -40,8 +40,8 @@ from vcache_backend.integration.vllm.telemetry.events import Announcer
 from vcache_backend.integration.vllm.telemetry.stats import Meter, VCacheStats
 from vcache_backend.offload.transfers import DROPPED
 from vcache_backend.protocol.messages import KEY_BYTES, ChunkKey, of_rank
+from vcache_backend.transfer.offloaded import CAUSES
 from vcache_backend.transfer.session import make_tier
-from vcache_backend.transfer.sources import CAUSES
 from vcache_backend.transfer.stats import EngineStats
 
 __all__ = ["own_depot"]

@@ -13,8 +13,7 @@ from torch import Tensor
 from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool.copies.copier import Copier, CopyJob, HostCopier
 from vcache_backend.vram_pool.copies.cuda_copier import CudaCopier
-from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
-from vcache_backend.vram_pool.copies.plan import placed, slot_rows
+from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV, placed, slot_rows
 
 POISON = 0xA5
 Make = Callable[[], Copier]

@@ -18,8 +18,7 @@ from torch import Tensor
 from vcache_backend.errors import VCacheError
 from vcache_backend.vram_pool.copies.copier import NOTHING, Completion, CopyJob, Mark
 from vcache_backend.vram_pool.copies.cuda_copier import CudaCompletion, CudaCopier
-from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
-from vcache_backend.vram_pool.copies.plan import placed, slot_rows
+from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV, placed, slot_rows
 
 LONG = 1_000_000_000
 """Cycles for which `torch.cuda._sleep` keeps a stream busy: about half a second."""

@@ -4,7 +4,6 @@ memory around a copy is compared, also what must not change."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,12 +17,12 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from vcache_backend.errors import LayoutError
-from vcache_backend.vram_pool.copies import kernel, reference
-from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV, Share
-from vcache_backend.vram_pool.copies.kernel import TablePart, Tuning
-from vcache_backend.vram_pool.copies.plan import placed, slot_rows
+from vcache_backend.vram_pool.copies import kernel
+from vcache_backend.vram_pool.copies.copier import CopyJob, copy_pages
+from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV, Share, placed, slot_rows
+from vcache_backend.vram_pool.copies.kernel import TablePart
 
-SMALL = Tuning(ctas=3, block_bytes=512, num_warps=4, stages=3)
+SMALL: dict[str, int] = {"ctas": 3, "block_bytes": 512}
 DIRECTIONS = pytest.mark.parametrize("to_origin", [True, False], ids=["gather", "scatter"])
 COMPILED = isinstance(kernel.copy_kernel, triton.JITFunction)
 INTERPRETED = pytest.mark.skipif(
@@ -64,21 +63,22 @@ class World(NamedTuple):
 Make = Callable[[str], World]
 
 
-def launch(world: World, to_origin: bool, tuning: Tuning) -> list[TablePart]:
+def launch(world: World, to_origin: bool, **how: int) -> list[TablePart]:
+    """how: of the launch, by default few thread blocks and small pieces."""
     kv, rows, origins = world.kv, world.rows, world.origins
     filled = np.empty((kernel.table_rows(kv, len(rows), len(origins)), 3), dtype=np.int64)
     parts, table = kernel.fill_table(kv, rows, origins, filled), torch.from_numpy(filled)
     assert all(part.first % 2 == 0 for part in parts), "tables are aligned to 16 bytes"
     for part in parts:
-        kernel.launch(part, table.to(kv.device), to_origin=to_origin, tuning=tuning)
+        kernel.launch(part, table.to(kv.device), to_origin=to_origin, **SMALL | how)
     return parts
 
 
-def equal(make: Make, device: str, to_origin: bool, tuning: Tuning = SMALL) -> int:
+def equal(make: Make, device: str, to_origin: bool, **how: int) -> int:
     """Runs both in equal worlds. Returns the origins' alignment."""
     right, before, mine = make("cpu"), make("cpu"), make(device)
-    reference.copy(right.kv, right.rows, right.origins, to_origin=to_origin)
-    parts = launch(mine, to_origin, tuning)
+    copy_pages(CopyJob(right.kv, right.rows, right.origins, to_origin=to_origin))
+    parts = launch(mine, to_origin, **how)
     for expected, found in zip(right.memory, mine.memory, strict=True):
         assert torch.equal(expected, found.cpu())
     changed = [not torch.equal(*pair) for pair in zip(right.memory, before.memory, strict=True)]
@@ -158,7 +158,7 @@ def test_slots_at_any_address_take_narrower_words(shift: int, to_origin: bool, d
 @pytest.mark.parametrize("ctas", [1, 7, 1000])
 @DEVICE
 def test_any_number_of_programs_moves_a_piece_once(ctas: int, device: str) -> None:
-    equal(partial(slots, 1600, 6), device, False, replace(SMALL, ctas=ctas))
+    equal(partial(slots, 1600, 6), device, False, ctas=ctas)
 
 
 @DEVICE
@@ -173,9 +173,9 @@ def test_a_block_far_from_the_first_one_is_addressed_in_64_bits() -> None:
     ids = np.array([blocks - 1, 0, (1 << 20) + 1, 1 << 20], dtype=np.int64)
     slot = noise("cpu", 3, 4, page)
     rows = slot_rows(kv, 16, placed(kv, ids), np.array([slot.data_ptr()]))
-    runs = [lambda: reference.copy(kv, *rows)]
+    runs = [lambda: copy_pages(CopyJob(kv, *rows))]
     if not COMPILED:
-        runs.append(lambda: launch(World(kv, [], *rows), False, SMALL) and None)
+        runs.append(lambda: launch(World(kv, [], *rows), False) and None)
     for run in runs:
         kv.pages[0][ids] = 0xA5
         run()
@@ -185,7 +185,7 @@ def test_a_block_far_from_the_first_one_is_addressed_in_64_bits() -> None:
 def test_a_copy_of_too_many_pieces_is_refused() -> None:
     part = TablePart(dense(512, "cpu")[0], 0, 1 << 30, False, 16)
     with pytest.raises(LayoutError, match="is too large; move fewer chunks"):
-        kernel.launch(part, torch.empty(0), to_origin=True, tuning=SMALL)
+        kernel.launch(part, torch.empty(0), to_origin=True, ctas=3)
 
 
 # ---- other KV caches
@@ -226,7 +226,7 @@ def test_blocks_of_other_caches_come_to_the_places_that_rows_name(
     sizes: list[int], count: int, gap: int, ctas: int, device: str
 ) -> None:
     gaps = [gap * (owner + 1) for owner in range(count)]
-    equal(partial(owners, sizes, gaps), device, False, replace(SMALL, ctas=ctas))
+    equal(partial(owners, sizes, gaps), device, False, ctas=ctas)
 
 
 @pytest.mark.parametrize(
@@ -268,5 +268,5 @@ def test_the_reference_is_what_indexing_gives(
             there = right[owner * layers + layer][block * (size + gaps[owner]) :][:size]
             here = right[len(gaps) * layers + layer][place * (size + 16) :][:size]
             (there if to_origin else here).copy_(here if to_origin else there)
-    reference.copy(world.kv, world.rows[:chosen], world.origins, to_origin=to_origin)
+    copy_pages(CopyJob(world.kv, world.rows[:chosen], world.origins, to_origin=to_origin))
     assert all(map(torch.equal, world.memory, right))

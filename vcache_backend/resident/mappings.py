@@ -236,7 +236,7 @@ class Neighbours:
 
     def _turn(self) -> bool:
         """Map new KV caches, and drop those of ended owners. Returns whether to end."""
-        self._wake.wait(0.1 if self._mapped else None)
+        self._wake.wait(0.1 if self._mapped or self._coming else None)
         self._wake.clear()
         if self._closed:
             self._mapped.clear()

@@ -14,16 +14,11 @@ from vcache_backend import threads
 from vcache_backend.errors import VCacheError
 from vcache_backend.protocol.messages import ChunkKey, ResidentRun, SlotRun
 from vcache_backend.resident.mappings import Neighbours
+from vcache_backend.transfer.offloaded import OffloadSource
 from vcache_backend.transfer.outbox import at_once
 from vcache_backend.transfer.places import BlockPlaces
 from vcache_backend.transfer.session import Session
-from vcache_backend.transfer.sources import (
-    CHANGED,
-    LoadContext,
-    MemorySource,
-    OffloadSource,
-    Part,
-)
+from vcache_backend.transfer.sources import CHANGED, LoadContext, MemorySource, Part
 from vcache_backend.transfer.stats import LoadStats
 from vcache_backend.transfer.store import store
 from vcache_backend.vram_pool.copies.copier import Mark

@@ -11,8 +11,14 @@ import numpy.typing as npt
 import torch
 
 from vcache_backend.errors import LayoutError
-from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV
-from vcache_backend.vram_pool.copies.plan import CopyPlan, placed, slot_rows, whole_blocks
+from vcache_backend.vram_pool.copies.geometry import (
+    CopyPlan,
+    Int64s,
+    PagedKV,
+    outside,
+    placed,
+    slot_rows,
+)
 
 SlotMapping = torch.Tensor | npt.NDArray[np.int64]
 
@@ -172,6 +178,45 @@ class SlotPlaces(BlockPlaces):
             blocks = np.repeat(self.there(chunks), self.kv.block_size)
             mask[self._begin : self._begin + chunks * self._size] = blocks
         return mask
+
+
+def whole_blocks(
+    kv: PagedKV, chunk_size: int, slot_mapping: Int64s, starts: Sequence[int], skip: int = 0
+) -> Int64s:
+    """The KV cache's block for each block of the chunks with tokens `slot_mapping[starts[i] :
+    starts[i] + chunk_size]`; -1: no block.
+
+    slot_mapping: (tokens,) int64, `block id * block_size + token in block`, -1 for no place. A
+    block has a place if all tokens of the block lie in one block of the KV cache, in order. A
+    backend's arrangement of a block is unknown, so blocks are not split. Blocks with a token before
+    `slot_mapping[skip]` get -1. Raises LayoutError: a place outside of the KV cache, a chunk
+    outside of the mapping, a chunk size that is not a multiple of the block size."""
+    each, size = kv.blocks_in(chunk_size), kv.block_size
+    if len(starts) and not 0 <= min(starts) <= max(starts) <= len(slot_mapping) - chunk_size:
+        raise LayoutError(
+            f"chunks of {chunk_size} tokens from {list(starts)} on are not in a slot mapping of "
+            f"{len(slot_mapping)}"
+        )
+    number: Int64s | slice = slice(None)
+    if isinstance(starts, range) and starts.step == chunk_size and skip <= starts.start:
+        count = len(starts) * each
+        places = slot_mapping[starts.start : starts.start + count * size].reshape(-1, size)
+    else:
+        first: Int64s = (
+            np.array(starts, dtype=np.int64)[:, None] + np.arange(each) * size
+        ).reshape(-1)
+        number, count = np.flatnonzero(first >= skip), len(first)
+        places = slot_mapping[first[number][:, None] + np.arange(size)]
+    here = places[:, 0] // size
+    whole = places == (here * size)[:, None] + np.arange(size)
+    if len(here) == count and whole.all() and np.minimum.reduce(here, initial=0) >= 0:
+        return here
+    low, high = int(places.min(initial=-1)), int(places.max(initial=-1))
+    if low < -1 or high >= kv.num_blocks * size:
+        raise outside(kv, low // size, high // size)
+    ids = np.full(count, -1, dtype=np.int64)
+    ids[number] = np.where(whole.all(1), here, -1)
+    return ids
 
 
 # ---- arguments of calls

@@ -1,1 +1,1 @@
-"""Copies between paged KV caches and slots: geometry, plans, a kernel with a reference, copiers."""
+"""Copies between paged KV caches and slots: geometry, a kernel, copiers with its reference."""

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -91,10 +91,9 @@ class CudaCopier(Copier):
         with torch.cuda.device(self.device):
             for kind in kv.kinds:
                 table = torch.empty((len(kind.pages), 3), dtype=torch.int64, device=self.device)
-                for tuning in (kernel.PEER, kernel.LOCAL, kernel.HOST):
-                    for to_origin, many in ((True, False), (False, False), (False, True)):
-                        part = kernel.TablePart(kind, 0, 0, many, 16)
-                        kernel.launch(part, table, to_origin=to_origin, tuning=tuning)
+                for to_origin, many in ((True, False), (False, False), (False, True)):
+                    part = kernel.TablePart(kind, 0, 0, many, 16)
+                    kernel.launch(part, table, to_origin=to_origin, ctas=1)
 
     def mark(self) -> CudaMark:
         return CudaMark(torch.cuda.current_stream(self.device).record_event())
@@ -165,17 +164,11 @@ class CudaCopier(Copier):
         elif after is None:
             self._driver.follow(stream.cuda_stream, table.ready, current.cuda_stream)
         start.record(stream)
-        tuning = kernel.tuning_for(
-            local=job.local, host=job.host, max_ctas=0 if job.local else self.max_ctas
-        )
+        most = 0 if job.local else self.max_ctas
+        ctas = kernel.thread_blocks(local=job.local, host=job.host, most=most)
+        how: dict[str, Any] = {"to_origin": job.to_origin, "stream": stream.cuda_stream}
         for part in parts:
-            kernel.launch(
-                part,
-                table.there,
-                to_origin=job.to_origin,
-                tuning=tuning,
-                stream=stream.cuda_stream,
-            )
+            kernel.launch(part, table.there, ctas=ctas, **how)
         end = torch.cuda.Event(enable_timing=True)
         end.record(stream)
         if after is None:

@@ -1,4 +1,5 @@
-"""Describes vLLM's paged KV cache for copies: pages of opaque bytes at raw addresses.
+"""Describes vLLM's paged KV cache for copies, pages of opaque bytes at raw addresses, and plans the
+copies. Pure arithmetic: nothing is copied.
 
 A *page* is the contiguous bytes of one (layer, block, part). A part is K or V, if K and V lie
 apart. The pages of one layer and part are a *plane*: equally far apart, block by block. A chunk
@@ -9,10 +10,9 @@ in this way, then the layers of the next kind, and so on."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -21,28 +21,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vcache_backend.config import KV_AXES
 from vcache_backend.errors import LayoutError
+from vcache_backend.vram_pool.copies.layer_tensor import LayerTensor, dtype_of, plane, span_of
 
 Int64s = npt.NDArray[np.int64]
-DTYPES = (
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.uint8,
-)
-_KNOWN = {
-    3: ("block token dim",),
-    4: ("block head token dim", "block token head dim", "part block token dim"),
-    5: (
-        "part block token head dim",
-        "block part token head dim",
-        "part block head token dim",
-        "block part head token dim",
-    ),
-}
 
 
 def alignment(*values: int) -> int:
@@ -52,135 +34,6 @@ def alignment(*values: int) -> int:
     for value in values:
         bits |= value
     return bits & -bits
-
-
-# ---- one layer
-
-
-class _Layer(NamedTuple):
-    """A layer's tensor as it lies in memory."""
-
-    order: str
-    """The order of a block's bytes and their dtype, as text."""
-    planes: list[Tensor]
-    """A plane for each part: uint8 (num_blocks, page_bytes)."""
-
-    @property
-    def kind(self) -> tuple[str, int, int]:
-        return self.order, len(self.planes), self.planes[0].shape[1]
-
-
-class _LayerTensor:
-    """Recognises how one layer's KV tensor lies in memory, from its shape and strides."""
-
-    def __init__(self, name: str, tensor: Tensor, block_size: int) -> None:
-        self.name, self.tensor, self.block_size = name, tensor, block_size
-
-    def __str__(self) -> str:
-        kv = self.tensor
-        shape = f"shape {tuple(kv.shape)}, strides {kv.stride()}, {_dtype(kv)} on {kv.device}"
-        return f"{self.name} ({shape})"
-
-    def error(self, why: str) -> LayoutError:
-        return LayoutError(f"KV cache of {self} with block_size {self.block_size}: {why}")
-
-    def described(self, axes: str | None) -> _Layer:
-        """Raises LayoutError. axes: see `PagedKV.describe`."""
-        kv, item = self.tensor, self.tensor.element_size()
-        if kv.dtype not in DTYPES or not kv.numel():
-            raise self.error(
-                "empty, or of a dtype vcache does not move; it moves bfloat16, float16, "
-                "float32, fp8 and uint8"
-            )
-        if kv.is_meta:
-            raise self.error("it has no memory")
-        names = self._named(axes) if axes is not None else self._recognised()
-        block = names.index("block")
-        inside = [axis for axis in range(kv.dim()) if axis != block]
-        order, parts, apart = self._dense(inside), 1, 0
-        if order is None and "part" in names:
-            part = names.index("part")
-            order = self._dense([axis for axis in inside if axis != part])
-            parts, apart = kv.shape[part], kv.stride(part) * item
-        if order is None:
-            raise self.error("a block's bytes are not contiguous; pass the tensor vLLM allocated")
-        page_bytes = math.prod(kv.shape[axis] for axis in order) * item
-        blocks, stride = kv.shape[block], kv.stride(block) * item
-        self._refuse_overlap(page_bytes, (blocks, stride), (parts, apart))
-        text = [f"part{parts}"] * (parts > 1) + [f"{names[axis]}{kv.shape[axis]}" for axis in order]
-        starts = (kv.data_ptr() + part * apart for part in range(parts))
-        planes = [_plane(kv, start, blocks, page_bytes, stride) for start in starts]
-        return _Layer(f"{'.'.join(text)} {_dtype(kv)}", planes)
-
-    def _named(self, axes: str) -> tuple[str, ...]:
-        names, shape = tuple(axes.split()), self.tensor.shape
-        known = len(set(names)) == len(names) and {"block", "token"} <= set(names) <= set(KV_AXES)
-        fits = known and len(names) == len(shape)
-        if not fits or shape[names.index("token")] != self.block_size:
-            raise self.error(
-                f"axes {axes!r} do not fit: needed are {len(shape)} different words of "
-                f"{', '.join(KV_AXES)}, with block and a token axis of {self.block_size} among them"
-            )
-        return names
-
-    def _recognised(self) -> tuple[str, ...]:
-        shape = self.tensor.shape
-        known = (tuple(axes.split()) for axes in _KNOWN.get(len(shape), ()))
-        fits = [
-            names
-            for names in known
-            if shape[names.index("token")] == self.block_size
-            and ("part" not in names or shape[names.index("part")] == 2)
-        ]
-        if not fits:
-            raise self.error(
-                "no known layout has this shape; check block_size, or pass axes, such as 'block "
-                "token head dim'"
-            )
-        if len(fits) == 1:
-            return fits[0]
-        raise self.error(
-            "ambiguous; pass axes=" + " or ".join(repr(" ".join(names)) for names in fits)
-        )
-
-    def _dense(self, axes: Sequence[int]) -> list[int] | None:
-        """`axes` without axes of size 1, outermost in memory first; None if the axes leave gaps in
-        memory."""
-        shape, stride = self.tensor.shape, self.tensor.stride()
-        order = sorted((axis for axis in axes if shape[axis] > 1), key=lambda axis: stride[axis])
-        expected = 1
-        for axis in order:
-            if stride[axis] != expected:
-                return None
-            expected *= shape[axis]
-        return order[::-1]
-
-    def _refuse_overlap(self, span: int, *counted: tuple[int, int]) -> None:
-        """counted: how many pages there are, and how far apart, in each direction."""
-        for count, stride in sorted(counted, key=lambda pair: pair[1]):
-            if count > 1 and stride < span:
-                raise self.error(f"pages of {span} B overlap: they are {stride} B apart")
-            span += (count - 1) * stride
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _plane(tensor: Tensor, start: int, blocks: int, nbytes: int, stride: int) -> Tensor:
-    """The pages of `nbytes` bytes from address `start` on in the tensor's storage, as uint8."""
-    storage = tensor.untyped_storage()
-    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-    return raw.as_strided((blocks, nbytes), (stride, 1), start - storage.data_ptr())
-
-
-def _span(block: Tensor) -> int:
-    """Bytes from the beginning of a block's first number to the end of the last number."""
-    steps = zip(block.shape, block.stride(), strict=True)
-    return (1 + sum((size - 1) * stride for size, stride in steps)) * block.element_size()
-
-
-# ---- all layers
 
 
 class Share(NamedTuple):
@@ -238,7 +91,7 @@ class PagedKV:
             if isinstance(kvcaches, Mapping)
             else ((f"layer {number}", tensor) for number, tensor in enumerate(kvcaches))
         )
-        layers = [_LayerTensor(name, tensor, block_size) for name, tensor in named]
+        layers = [LayerTensor(name, tensor, block_size) for name, tensor in named]
         if not layers:
             raise LayoutError("no KV caches were given; pass one tensor for each layer")
         first, blocks = layers[0], 0
@@ -275,7 +128,7 @@ class PagedKV:
         if not held:
             raise LayoutError("no KV caches were given; pass one tensor for each layer")
         shares = tuple(share for _, share in groups)
-        sizes = {_span(tensor[0]) for layers, _ in held for tensor in layers.values()}
+        sizes = {span_of(tensor[0]) for layers, _ in held for tensor in layers.values()}
         if len(held) > 1 and len(sizes) > 1:
             one = cls._of_whole_blocks([layers for layers, _ in held], shares[0].block_size)
             return replace(one, shares=shares)
@@ -304,7 +157,7 @@ class PagedKV:
             order.update(b"group")
             for name, tensor in group.items():
                 begin = tensor.data_ptr() - first.data_ptr()
-                nbytes = max(nbytes, begin + _span(tensor[0]))
+                nbytes = max(nbytes, begin + span_of(tensor[0]))
                 table = tensor.stride(0) * tensor.element_size(), len(tensor)
                 same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
                 if not same or table != (stride, count) or nbytes > stride:
@@ -314,8 +167,8 @@ class PagedKV:
                     )
                 text = f"{begin} {tuple(tensor.shape[1:])} {tensor.stride()[1:]} {tensor.dtype};"
                 order.update(text.encode())
-        dtypes = "+".join(dict.fromkeys(_dtype(tensor) for _, tensor in layers))
-        page = _plane(first, first.data_ptr(), count, nbytes, stride)
+        dtypes = "+".join(dict.fromkeys(dtype_of(tensor) for _, tensor in layers))
+        page = plane(first, first.data_ptr(), count, nbytes, stride)
         return cls(f"block{nbytes} {order.hexdigest()}", dtypes, block_size, 1, (page,))
 
     def with_states(self, groups: Sequence[Mapping[str, Tensor]], split: int) -> PagedKV:
@@ -329,9 +182,9 @@ class PagedKV:
             for number, (layer, states) in enumerate(layers.items()):
                 start, apart = states.data_ptr(), states.stride(0) * states.element_size()
                 if number == len(pages):
-                    pages.append(_plane(states, start, self.num_blocks, self.page_bytes, stride))
+                    pages.append(plane(states, start, self.num_blocks, self.page_bytes, stride))
                 here = pages[number].data_ptr(), split * stride, self.num_blocks // split
-                if not whole or _span(states[0]) > room or (start, apart, len(states)) != here:
+                if not whole or span_of(states[0]) > room or (start, apart, len(states)) != here:
                     raise LayoutError(
                         f"the state of {layer} does not lie in pages of {room} B beside others"
                     )
@@ -401,3 +254,136 @@ class PagedKV:
                     "engine.chunk_size"
                 )
         return sum(share.of(chunk_size) for share in shares)
+
+
+# ---- copies
+
+
+class CopyPlan(NamedTuple):
+    """The blocks that a copy moves."""
+
+    numbers: Int64s
+    """Of the blocks in a load or a store, ascending. Counted in the KV cache's blocks, of which
+    several may make a block of the load."""
+    ids: Int64s
+    """The KV cache's blocks."""
+
+
+def placed(kv: PagedKV, ids: Int64s, *, holes: bool = False) -> CopyPlan:
+    """Plan to move these blocks of the KV cache, numbered from 0 on.
+
+    With `holes`, or with several groups, blocks with a negative id are not moved; otherwise a
+    negative id is an error. Raises LayoutError for ids outside of the KV cache."""
+    numbers = np.arange(len(ids), dtype=np.int64)
+    if (kv.shares or holes) and (missing := ids < 0).any():
+        numbers, ids = numbers[~missing], ids[~missing]
+    # Negative ids are large as unsigned numbers: one pass finds all wrong ids.
+    if int(np.maximum.reduce(ids.view(np.uint64), initial=0)) >= kv.num_blocks and len(ids):
+        raise outside(kv, int(ids.min()), int(ids.max()))
+    return CopyPlan(numbers, ids)
+
+
+def outside(kv: PagedKV, low: int, high: int) -> LayoutError:
+    named = f"blocks {low} to {high}"
+    return LayoutError(
+        f"slot_mapping names {named} but the KV cache has {kv.num_blocks} blocks of "
+        f"{kv.block_size} tokens"
+    )
+
+
+class Pages(NamedTuple):
+    """Where the blocks of a load or a store lie outside of the KV cache."""
+
+    planes: Int64s
+    """For each plane of the KV cache the base of its pages, see `CopyJob.origins`. Parts of a copy
+    with the same array share it."""
+    offsets: Callable[[Int64s, int], Int64s]
+    """Called with blocks (`CopyPlan.numbers`) and the number of a kind of layers; returns what to
+    add to this kind's `planes`."""
+
+
+def in_chunks(kv: PagedKV, chunk_size: int, addresses: Int64s, first: int = 0) -> Pages:
+    """The blocks of chunks from number `first` on, each of which lies in one piece at its address.
+    All such chunks have one array of planes."""
+    each = kv.blocks_in(chunk_size)
+
+    def offsets(numbers: Int64s, kind: int) -> Int64s:
+        chunks, inside = np.divmod(numbers - first * each, each)
+        its = kv.kinds[kind]
+        found: Int64s = addresses[chunks] + inside * (its.parts * its.page_bytes)
+        return found
+
+    return Pages(chunk_planes(kv, chunk_size), offsets)
+
+
+def in_blocks(
+    planes: Int64s, strides: Sequence[int], blocks: Int64s, first: int, split: int
+) -> Pages:
+    """Blocks of another KV cache. planes: the address of each plane's block 0. strides: from block
+    to block, of each kind of layers. blocks: of `split` blocks each, from number `first` on."""
+
+    def offsets(numbers: Int64s, kind: int) -> Int64s:
+        if split > 1:
+            block, inside = np.divmod(numbers, split)
+            ids = blocks[block - first] * split + inside
+        else:
+            ids = blocks[numbers - first]
+        found: Int64s = ids * strides[kind]
+        return found
+
+    return Pages(planes, offsets)
+
+
+def copy_rows(
+    kv: PagedKV, plan: CopyPlan, parts: Sequence[tuple[Pages, int, int]]
+) -> tuple[Int64s, Int64s]:
+    """The rows and origins of a copy (see `CopyJob`). parts: where the blocks [first, stop) of the
+    plan lie; together all blocks of the plan, in order."""
+    rows = np.empty((len(plan.ids), 2 + len(kv.kinds)), dtype=np.int64)
+    rows[:, 2] = plan.ids
+    origins: dict[int, int] = {}
+    bases: list[Int64s] = []
+    bounds = np.searchsorted(plan.numbers, [part[1:] for part in parts]).tolist()
+    for (pages, _, _), (begin, end) in zip(parts, bounds, strict=True):
+        if id(pages.planes) not in origins:
+            origins[id(pages.planes)] = len(bases)
+            bases.append(pages.planes)
+        rows[begin:end, 0] = origins[id(pages.planes)]
+        for kind in range(len(kv.kinds)):
+            found = pages.offsets(plan.numbers[begin:end], kind)
+            rows[begin:end, 2 + kind if kind else 1] = found
+    return rows, np.stack(bases)
+
+
+def slot_rows(
+    kv: PagedKV, chunk_size: int, plan: CopyPlan, addresses: Int64s
+) -> tuple[Int64s, Int64s]:
+    """`copy_rows` of a copy of chunks in slots at these addresses."""
+    stop = len(addresses) * kv.blocks_in(chunk_size)
+    return copy_rows(kv, plan, [(in_chunks(kv, chunk_size, addresses), 0, stop)])
+
+
+@lru_cache(maxsize=16)
+def chunk_planes(kv: PagedKV, chunk_size: int) -> Int64s:
+    """Shape (planes,): the offset of each plane's first page in a chunk, for the planes of all
+    kinds. Cached and read-only."""
+    blocks, begin, offsets = kv.blocks_in(chunk_size), 0, list[Int64s]()
+    for kind in kv.kinds:
+        layer, part = np.divmod(np.arange(len(kind.pages), dtype=np.int64), kind.parts)
+        offsets.append(begin + (layer * blocks * kind.parts + part) * kind.page_bytes)
+        begin += kind.block_bytes * blocks
+    planes: Int64s = np.concatenate(offsets)
+    planes.flags.writeable = False
+    return planes
+
+
+def of_kinds(
+    kv: PagedKV, rows: Int64s, origins: Int64s
+) -> Iterator[tuple[PagedKV, Int64s, Int64s]]:
+    """Split a copy (see `CopyJob`) into one copy for each of `kv.kinds`, with rows of three
+    columns."""
+    first = 0
+    for number, kind in enumerate(kv.kinds):
+        end = first + len(kind.pages)
+        yield kind, rows[:, [0, 2 + number, 2]] if number else rows[:, :3], origins[:, first:end]
+        first = end

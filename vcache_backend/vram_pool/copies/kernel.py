@@ -1,5 +1,5 @@
 """A Triton kernel that copies all layers and all chunks of a request in one launch. Reference:
-`reference.copy`.
+`copier.copy_pages`.
 
 Its input is one int64 table with rows of three numbers, on the KV cache's device:
 
@@ -26,7 +26,6 @@ two microseconds."""
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -37,47 +36,21 @@ import triton.language as tl
 from torch import Tensor
 
 from vcache_backend.errors import LayoutError
-from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV, alignment
-from vcache_backend.vram_pool.copies.plan import of_kinds
+from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV, alignment, of_kinds
 from vcache_backend.vram_pool.cuda_driver import Driver
 
 _COLUMNS = tl.constexpr(3)
 
 
-@dataclass(frozen=True)
-class Tuning:
-    """How a copy is spread over the GPU. The values were found by a sweep (until 2026-11-22 in
-    `benchmarks/sweep_copy.py`). Cache modifiers and eviction hints were part of the sweep and made
-    no difference beyond noise."""
+def thread_blocks(*, local: bool, host: bool = False, most: int = 0) -> int:
+    """How many thread blocks a copy gets. local: all pages are on the KV cache's GPU. host: some
+    are in host memory. most: a limit, unless 0.
 
-    ctas: int
-    """Thread blocks of a launch."""
-    block_bytes: int = 16 << 10
-    """Bytes that a thread block moves at a time, a power of two."""
-    num_warps: int = 4
-    """Warps of 32 threads in a thread block."""
-    stages: int = 4
-    """n >= 2 keeps n - 1 pieces in shared memory, so that `(stages - 1) * block_bytes` must stay
-    under the 227 KiB of an SM."""
-
-
-PEER = Tuning(ctas=64)
-"""For origins on another GPU. 64 programs of four warps, with 48 KiB of shared memory each, fill
-the links at every size: measured on two H200s over NVLink (benchmarks/results/copies.json)."""
-LOCAL = Tuning(ctas=264)
-"""For origins on the KV cache's GPU. Only many programs reach its memory's bandwidth."""
-
-HOST = Tuning(ctas=16)
-"""For slots in host memory. 16 programs, with 48 KiB in flight in each, keep a PCIe link busy, and
-leave the other SMs to the model. 8, 32 and 64 programs are as fast on an H200;
-vLLM's own kernel for host memory uses 12."""
-
-
-def tuning_for(*, local: bool, host: bool = False, max_ctas: int = 0) -> Tuning:
-    """The tuning of a copy. local: all pages are on the KV cache's GPU. host: some are in host
-    memory. max_ctas: limits `ctas`, unless 0."""
-    chosen = LOCAL if local else HOST if host else PEER
-    return replace(chosen, ctas=min(chosen.ctas, max_ctas)) if max_ctas else chosen
+    Found by sweeps on H200s. Only many reach the bandwidth of the own memory. 64 fill NVLink at
+    every size. 16 keep a PCIe link busy, and leave the other SMs to the model: 8, 32 and 64 are as
+    fast, and vLLM's own kernel for host memory uses 12."""
+    chosen = 264 if local else 16 if host else 64
+    return min(chosen, most) if most else chosen
 
 
 class Table:
@@ -146,25 +119,32 @@ def fill_table(kv: PagedKV, rows: Int64s, origins: Int64s, table: Int64s) -> lis
 
 
 def launch(
-    part: TablePart, table: Tensor, *, to_origin: bool, tuning: Tuning, stream: int | None = None
+    part: TablePart,
+    table: Tensor,
+    *,
+    to_origin: bool,
+    ctas: int,
+    block_bytes: int = 16 << 10,
+    stream: int | None = None,
 ) -> None:
     """Launch the copy of one part on the current device, which must hold the KV cache. Returns at
     once. The first use compiles the kernel.
 
     table: (rows, 3) int64, filled by `fill_table`, contiguous, on the current device; the table
     must live until the kernel has run. to_origin: copy out of the KV cache (gather), otherwise into
-    the KV cache. stream: a stream's handle; None: the current stream. Raises LayoutError for a copy
-    of some 2^31 pieces or more."""
+    the KV cache. ctas: see `thread_blocks`. block_bytes: a thread block moves at most so many bytes
+    at a time. stream: a stream's handle; None: the current stream. Raises LayoutError for a copy of
+    some 2^31 pieces or more."""
     kv, planes = part.kv, len(part.kv.pages)
     aligned = alignment(kv.aligned, part.aligned)
-    kernel = _compiled(kv.page_bytes, planes, aligned, tuning, to_origin, part.many, kv.device)
+    kernel = _compiled(kv.page_bytes, planes, aligned, block_bytes, to_origin, part.many, kv.device)
     pieces = part.blocks * planes * kernel.shape["PIECES"]
-    if pieces + 2 * tuning.ctas >= 1 << 31:
+    if pieces + 2 * ctas >= 1 << 31:
         nbytes = part.blocks * planes * kv.page_bytes
         raise LayoutError(
             f"a copy of {nbytes:,} B in {pieces:,} pieces is too large; move fewer chunks"
         )
-    grid, own = (max(1, min(tuning.ctas, pieces)), 1, 1), table[part.first :]
+    grid, own = (max(1, min(ctas, pieces)), 1, 1), table[part.first :]
     if kernel.compiled is None:  # Triton's interpreter
         copy_kernel[grid](own, part.blocks, **kernel.shape)
     else:
@@ -173,7 +153,7 @@ def launch(
 
 
 class _Kernel(NamedTuple):
-    """The kernel for a KV cache and a tuning."""
+    """The kernel for a KV cache."""
 
     shape: dict[str, Any]
     """The compile-time arguments."""
@@ -186,7 +166,7 @@ def _compiled(
     page_bytes: int,
     planes: int,
     aligned: int,
-    tuning: Tuning,
+    block_bytes: int,
     to_origin: bool,
     many: bool,
     device: torch.device,
@@ -195,7 +175,7 @@ def _compiled(
     specialise the arguments and look up the kernel.
 
     Words are as wide, up to 8 bytes, as all sizes and addresses allow."""
-    word, piece = min(8, aligned), _piece(page_bytes, tuning.block_bytes)
+    word, piece = min(8, aligned), _piece(page_bytes, block_bytes)
     shape = {
         "PLANES": planes,
         "PAGE_WORDS": page_bytes // word,
@@ -205,9 +185,10 @@ def _compiled(
         "ALIGN": aligned,
         "TO_ORIGIN": to_origin,
         "MANY": many,
-        "STAGES": tuning.stages,
+        # Three pieces are on their way into shared memory, 48 KiB in each thread block.
+        "STAGES": 4,
         # A thread moves at least 16 bytes; with more threads, several would move the same bytes.
-        "num_warps": max(1, min(tuning.num_warps, piece // (32 * 16))),
+        "num_warps": max(1, min(4, piece // (32 * 16))),
     }
     if not isinstance(copy_kernel, triton.JITFunction):
         return _Kernel(shape, None)
