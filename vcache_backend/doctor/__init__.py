@@ -1,5 +1,5 @@
 """`vcache doctor`: finds the faults of this machine for vcache, and says what to do about each:
-Linux, installed packages, GPUs, the metadata server, and the offload tier. And of a model: model.py.
+Linux, installed packages, GPUs, the metadata server, the offload tier. Of a model: model.py.
 
 For a moment, the doctor makes a CUDA context on each GPU, and puts a small object into the offload
 tier. Imports neither torch nor LMCache nor vLLM."""
@@ -276,7 +276,7 @@ def _down(check: str, master: str, error: StoreDown) -> Finding:
     if check == PROVIDER:
         advice = "check that all providers run; dead ones are forgotten after client_ttl, 10 s"
         return fail(check, f"1 MiB: {error}", advice)
-    advice = "start mooncake_master there, or set offload.mooncake.master; `vcache mooncake` starts one here"
+    advice = "start mooncake_master there, or set offload.mooncake.master; here `vcache mooncake`"
     if isinstance(error, StoreLost) or re.search("timed out|was killed", str(error)):
         advice = "check that this is its rpc_port, that it does not hang, and your firewalls"
     return fail(check, f"{master}: {error}", advice)
@@ -292,9 +292,7 @@ def _provider(call: partial[Any], fd: int) -> Finding:
         written = time.monotonic()
         if outcome == FULL:
             lacks = "no room for 1 MiB: no provider lends memory, or all of it is in use"
-            return fail(
-                PROVIDER, lacks, "start a provider (`vcache mooncake` does), or a larger one"
-            )
+            return fail(PROVIDER, lacks, "start a provider (`vcache mooncake`), or a larger one")
         if outcome != STORED:
             raise StoreDown(f"put: {outcome}")
         (nbytes,) = call("get", names, [(1 << 20, 1 << 20)])
