@@ -25,9 +25,9 @@ from typing import Any
 from vcache_backend.errors import ConfigError, printable
 
 from .hooks import after_import, replace
-from .lmcache import hooks as lmcache_hooks
 
 ARGUMENTS = "vllm.engine.arg_utils"
+LMCACHE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector"
 FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 CONNECTOR, CLASS = "vcache_backend.integration.vllm_connector", "VCacheConnector"
 BESIDE = "VCacheMultiConnector"
@@ -43,7 +43,7 @@ def register() -> None:
     global _registered
     _registered = True
     register_name()
-    lmcache_hooks.register()
+    after_import(LMCACHE, _hook_into)
     # Only the front end has loaded this module. All other processes get the front end's
     # configuration.
     made = getattr(sys.modules.get(ARGUMENTS), "EngineArgs", None)
@@ -57,6 +57,12 @@ def register_name() -> None:
     """Register our classes in vLLM's factory, as soon as vLLM imports the factory. Idempotent,
     cheap, and never raises."""
     after_import(FACTORY, _register_in)
+
+
+def _hook_into(module: Any) -> None:
+    from .lmcache import hooks  # only where LMCache's connector is asked for
+
+    hooks.wrap(module)
 
 
 def _register_in(module: Any) -> None:

@@ -16,20 +16,14 @@ def parse(text: bytes, source: str) -> tuple[Any, dict[str, int]]:
     """Read a YAML text. Returns the value, and the line of each key by its path, such as
     `.pool.device`.
 
-    ConfigError, with the mistake's line if known: no YAML, an alias (which can stand for a thousand
-    times as much text), or a key that occurs twice or is not a string."""
+    ConfigError, with the mistake's line if known: no YAML, or a key that occurs twice or is not a
+    string."""
     lines: dict[str, int] = {}
-    depth = 0
     try:
-        for event in yaml.parse(text, yaml.SafeLoader):
-            if isinstance(event, yaml.AliasEvent):
-                _refuse(event, f"*{event.anchor} is an alias: write the value itself, or quote it")
-            depth += isinstance(event, yaml.CollectionStartEvent)
-            depth -= isinstance(event, yaml.CollectionEndEvent)
-            if depth > 8:  # PyYAML recurses.
-                _refuse(event, "the sections are nested too deeply")
-        _note(yaml.compose(text, yaml.SafeLoader), "", lines)
+        _note(yaml.compose(text, yaml.SafeLoader), "", lines, set())
         return yaml.safe_load(text), lines
+    except RecursionError as error:
+        raise ConfigError(f"{source}: not valid YAML: it is nested too deeply") from error
     except yaml.MarkedYAMLError as error:
         said = ", ".join(filter(None, (error.context, error.problem)))
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
@@ -40,16 +34,19 @@ def parse(text: bytes, source: str) -> tuple[Any, dict[str, int]]:
         raise ConfigError(f"{source}: not valid YAML: {said}; quote it if it is text") from error
 
 
-def _note(node: yaml.Node | None, path: str, lines: dict[str, int]) -> None:
-    """Note the line of each key below `node`."""
-    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+def _note(node: yaml.Node | None, path: str, lines: dict[str, int], seen: set[int]) -> None:
+    """Note the line of each key below `node`, once, however many aliases it has."""
+    if not isinstance(node, yaml.MappingNode) or id(node) in seen:
+        return
+    seen.add(id(node))
+    for key, value in node.value:
         at = f"{path}.{key.value}"
         if not key.tag.endswith(":str"):
             _refuse(key, f"a key must be a name, got {key.value!r}")
         if at in lines:
             _refuse(key, f"`{at[1:]}` is there again, after line {lines[at]}; remove one")
         lines[at] = key.start_mark.line + 1
-        _note(value, at, lines)
+        _note(value, at, lines, seen)
 
 
 def _refuse(at: Any, said: str) -> None:

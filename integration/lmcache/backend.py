@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from functools import partial
 from typing import Any
 
@@ -25,7 +24,7 @@ from ..served_at import served_at
 from ..vllm.model import spec as model_spec
 from ..vllm_memory import beside_vllm
 from . import hooks
-from .boundary import WORKER, settings_of, tell_server
+from .boundary import WORKER, settings_of
 from .instance import NO_TIER, Instance, discover, hash_probe, refusal
 from .worker import LMCacheWorker
 
@@ -47,11 +46,12 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         self.worker: LMCacheWorker | None = None
         """None if the plugin stepped aside, and after `close`."""
         try:
+            WORKER.adopt(config)
             logs.join_vllm()
             self.worker = _begin(config, metadata, self)
         except Exception as error:  # noqa: BLE001
             # LMCache would swallow the error, and go on without us but with our GPU connector.
-            _step_aside(config, metadata, error)
+            _step_aside(metadata, error)
 
     def contains(self, *_: Any, **__: Any) -> bool:
         return False
@@ -93,8 +93,8 @@ def _begin(config: Any, metadata: Any, backend: VCacheBackend) -> LMCacheWorker:
     # First, because LMCache needs an allocator even if the plugin steps aside: LMCache may have no
     # host tier.
     hooks.take_allocator_role()
-    WORKER.config, size = config, config.chunk_size
     _refuse(WORKER.off)
+    size = config.chunk_size
     if not LMCACHE.supports(installed := LMCACHE.installed()[1]):
         wrong = f"LMCache {installed} is not one that vcache works with"
         _refuse(f"{wrong}: pip install '{LMCACHE.name}{LMCACHE.wanted}'")
@@ -149,17 +149,13 @@ def _connect(settings: Config, instance: Instance, layout: Layout, device: str) 
     return session
 
 
-def _step_aside(config: Any, metadata: Any, error: Exception) -> None:
+def _step_aside(metadata: Any, error: Exception) -> None:
     """Say why the plugin must not work here: in the log, to the server, and to LMCache's engine.
     Never raises."""
     reason = str(error) or type(error).__name__
-    unknown = None if isinstance(error, VCacheError) else error
-    log.error("vcache stepped aside: %s. vLLM serves; nothing is cached", reason, exc_info=unknown)
+    WORKER.fail(reason, None if isinstance(error, VCacheError) else error)
     try:
-        engine = hooks.engine_of(metadata)
-        if engine is not None:
-            engine.mark_init_failed(f"vcache stepped aside: {reason}")
-        who = f"LMCache's worker {metadata.worker_id} (pid {os.getpid()})"
-        tell_server(config, f"stepped aside in {who}: {reason}")
+        if (engine := hooks.engine_of(metadata)) is not None:
+            engine.mark_init_failed(f"vcache caches nothing: {reason}")
     except Exception as failure:  # noqa: BLE001 the log already says why
-        log.debug("the server was not told: %s", failure)
+        log.debug("LMCache's engine was not told: %s", failure)

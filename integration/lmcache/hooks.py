@@ -1,11 +1,10 @@
 """Replaces functions of LMCache and vLLM, but for those of the scheduler (scheduler.py). May be
 repeated.
 
-Our plugin for vLLM (../plugin.py) calls `register` in each of vLLM's processes. `register` wraps
-the constructor of LMCache's connector once vLLM imports the connector, that is, when a user asked
-for `LMCacheConnectorV1`. If LMCache's configuration names our plugin, the scheduler's connector
-gets our part (scheduler.py). On a CPU, for which LMCache has no GPU connector, a worker gets our
-connector instead of an exception.
+Our plugin for vLLM (../plugin.py) has `wrap` called once vLLM imports LMCache's connector, that is,
+when a user asked for `LMCacheConnectorV1`. If LMCache's configuration names our plugin, the
+scheduler's connector gets our part (scheduler.py). On a CPU, for which LMCache has no GPU
+connector, a worker gets our connector instead of an exception.
 
 The plugin's backend calls `take_allocator_role` and `install` in a worker."""
 
@@ -17,14 +16,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..hooks import after_import, replace, require
+from ..hooks import replace, require
 from .boundary import SCHEDULER, THEIRS, WORKER
 from .scheduler import LMCacheScheduler
 
 if TYPE_CHECKING:
     from .worker import LMCacheWorker
 
-CONNECTOR_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector"
 PLUGIN_MODULE = "vcache_backend.integration.lmcache"
 
 
@@ -39,12 +37,8 @@ def our_names(config: Any) -> list[str]:
 # ---- vLLM's processes: the constructor of its connector
 
 
-def register() -> None:
-    """Wrap `LMCacheConnectorV1` as soon as vLLM imports it. Idempotent, cheap, and never raises."""
-    SCHEDULER.run(after_import, CONNECTOR_MODULE, _wrap)
-
-
-def _wrap(module: Any) -> None:
+def wrap(module: Any) -> None:
+    """Wrap `LMCacheConnectorV1` in vLLM's module. Never raises."""
     connector = getattr(module, "LMCacheConnectorV1", None)
     SCHEDULER.run(replace, connector, "__init__", _constructor, "vllm_config role")
 
@@ -53,7 +47,7 @@ def _constructor(construct: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         WORKER.run(_supply_connector)
         construct(self, *args, **kwargs)
-        SCHEDULER.config = getattr(getattr(self, "_lmcache_engine", None), "config", None)
+        SCHEDULER.adopt(getattr(getattr(self, "_lmcache_engine", None), "config", None))
         SCHEDULER.run(_patch_scheduler, self)
 
     return __init__

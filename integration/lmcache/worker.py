@@ -171,7 +171,7 @@ class LMCacheWorker:
             try:
                 loaded = load.finish(COPY_SECONDS)
             except Exception as error:  # noqa: BLE001 - it counts as not loaded
-                WORKER.give_up(load.finish, error)
+                WORKER.raised(load.finish, error)
                 loaded = 0
             # Chunks follow each other.
             for start in starts[loaded : loaded + 1]:

@@ -45,7 +45,7 @@ class Parts:
         # On a busy machine a look-up that is not broken takes long, too.
         worker.MOST_SECONDS = 2.0
         self.serving, self.lines, self.cases = serving, Lines(), 0
-        logging.getLogger("vcache_backend").addHandler(self.lines)
+        logging.getLogger("vllm.vcache").addHandler(self.lines)
         scheduler = serving.llm.llm_engine.engine_core.engine_core.scheduler
         self.connector, self.pool = scheduler.connector, scheduler.kv_cache_manager.block_pool
         self.adapter = get_kv_transfer_group()._lmcache_engine
@@ -64,6 +64,7 @@ class Parts:
             self.engine.storage_manager.storage_backends["vcache"].close()
         boundary.SCHEDULER.__init__("scheduler")
         boundary.WORKER.__init__("worker")
+        boundary.SCHEDULER.off = boundary.WORKER.off = ""
         self.engine._init_failed = False
         self.lines.texts.clear()
         theirs = self.connector._lmcache_engine
@@ -75,7 +76,7 @@ class Parts:
                 vars(owner).pop(name, None)
         watch.begin()
         self.engine.storage_manager.recreate_backend("vcache")
-        boundary.SCHEDULER.config = theirs.config
+        boundary.SCHEDULER.adopt(theirs.config)
         boundary.SCHEDULER.run(hooks._patch_scheduler, self.connector)
         self.connector.bind_gpu_block_pool(self.pool)
         look_up = self.engine.lookup

@@ -28,7 +28,7 @@ COMMANDS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 COMMANDS += [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "vllm").glob("*.md"))]
 """Pages whose commands these are."""
 STARTS = "vcache|make|python3?|pip|vllm|apt-get|systemctl|curl|examples/|benchmarks/|scripts/|tests/|.venv/bin/python"
-TEXTS = ("vcache caches nothing", "vcache stepped aside", "vcache.", "vcache: ")
+TEXTS = ("vcache caches nothing", "vcache failed", "vcache.", "vcache: ")
 """What begins like a command and is none: lines of a log, settings."""
 _FENCED = r"^ *```{}\n(.*?)^ *```$"
 

@@ -28,10 +28,10 @@ def test_registering_never_raises(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     without = types.ModuleType("a vLLM without that class")
-    monkeypatch.setitem(sys.modules, lmcache_hooks.CONNECTOR_MODULE, without)
+    monkeypatch.setitem(sys.modules, plugin.LMCACHE, without)
     monkeypatch.setattr(lmcache_hooks, "SCHEDULER", LMCacheBoundary("scheduler"))
-    lmcache_hooks.register()
-    assert "LMCache's scheduler shares nothing any more" in caplog.text
+    plugin.register()
+    assert "vcache failed in LMCache's scheduler" in caplog.text
 
 
 def test_a_factory_that_takes_no_names_leaves_the_long_way_and_says_so(

@@ -331,6 +331,6 @@ def test_without_a_hash_seed_it_steps_aside_and_says_so_once(here: Node, a: Inst
     assert here.chunks() == before
     assert a.one(tokens).said == alone.said
     # LMCache says the reason, too.
-    said = "vLLM serves; nothing is cached"
+    said = "vLLM serves without it"
     (line,) = [line for line in unseeded.log.splitlines() if said in line]
-    assert "stepped aside: PYTHONHASHSEED is not set" in line
+    assert "vcache caches nothing: PYTHONHASHSEED is not set" in line

@@ -229,7 +229,7 @@ in_turn = pytest.mark.parametrize("each", [1, 2, 8], ids="{} blocks a chunk".for
 @in_turn
 @given(blocks=hashes)
 def test_a_chunk_is_named_after_its_last_block(each: int, blocks: list[bytes]) -> None:
-    keys = chunk_keys(NAMESPACE.prefix, block_hashes(blocks, 0, len(blocks)), each)
+    keys = chunk_keys(NAMESPACE.prefix, block_hashes(blocks), each)
     assert len(keys) == len(blocks) // each
     for number, key in enumerate(keys):
         last = blocks[(number + 1) * each - 1]
@@ -244,7 +244,7 @@ def test_adapters_of_one_name_and_two_paths_or_contents_share_nothing() -> None:
     hashes = [bytes([i]) * 32 for i in range(8)]
 
     def made(*computed_with: bytes) -> list[ChunkKey]:
-        return chunk_keys(NAMESPACE.prefix, block_hashes(hashes, 0, 8, *computed_with), 2)
+        return chunk_keys(NAMESPACE.prefix, block_hashes(hashes, *computed_with), 2)
 
     def keys(path: str, content: str) -> list[ChunkKey]:
         adapter = SimpleNamespace(lora_name="poet", lora_path=path)
