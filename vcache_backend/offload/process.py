@@ -166,8 +166,8 @@ class OffloadProcess:
             return kept  # type: ignore[no-any-return]
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            # It reads at once: one that leaves a call unread for 50 ms, or stops in the middle of an
-            # answer, is killed.
+            # It reads at once. One that leaves a call unread for 50 ms is killed; so is one that
+            # stops in the middle of an answer.
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 50_000))
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 1, 0))
             socket.send_fds(self._control, [b"\0"], [theirs.fileno()])
