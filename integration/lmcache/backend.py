@@ -19,13 +19,11 @@ from vcache_backend.supported import LMCACHE
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.transfer.session import Session
 
-from .. import logs
-from ..served_at import served_at
+from ..around_vllm import beside_vllm, join_log, served_at
 from ..vllm.model import spec as model_spec
-from ..vllm_memory import beside_vllm
 from . import hooks
 from .boundary import WORKER, settings_of
-from .instance import NO_TIER, Instance, discover, hash_probe, refusal
+from .instance import Instance, discover, hash_probe, refusal
 from .worker import LMCacheWorker
 
 log = logging.getLogger(__name__)
@@ -47,7 +45,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         """None if the plugin stepped aside, and after `close`."""
         try:
             WORKER.adopt(config)
-            logs.join_vllm()
+            join_log()
             self.worker = _begin(config, metadata, self)
         except Exception as error:  # noqa: BLE001
             # LMCache would swallow the error, and go on without us but with our GPU connector.
@@ -105,7 +103,7 @@ def _begin(config: Any, metadata: Any, backend: VCacheBackend) -> LMCacheWorker:
     if settings.connector.start_server:
         start.try_ensure(settings)
     if settings.offload.policy != "off":
-        log.warning("%s", NO_TIER)
+        log.warning("vcache: there is no offload tier behind LMCache: nothing is offloaded")
     # LMCache's `recreate_backend` makes a new backend of ours, even for another tier.
     tiers = getattr(engine.storage_manager, "storage_backends", {})
     for before in list(tiers.values()):
