@@ -335,9 +335,10 @@ class VCacheScheduler:
             # Otherwise a later request of this name would be cancelled.
             self._cancelled.discard(name)
             if (tracked := self._requests.get(name)) is not None:
-                if invalid and self.publications is not None and tracked.load is not None:
-                    # vLLM computes these blocks, which are then published.
-                    self.publications.generations.void([*invalid.intersection(tracked.load.blocks)])
+                load, own = tracked.load, self.publications
+                if load and load.publication and own and not invalid.isdisjoint(load.blocks):
+                    # No worker has published its blocks: the next steps do.
+                    own.generations.void([block for block in load.blocks if block >= 0])
                 tracked.load = None
                 if self._open.pop(name, None) is not None:
                     # Its blocks have changed.

@@ -88,7 +88,10 @@ class Written(Instance):
     ) -> None:
         self.choice = choice
         policy = choice.choice(["fcfs", "fcfs", "priority"])
-        steps = {"max_num_batched_tokens": choice.choice([320, 640]), "scheduling_policy": policy}
+        steps = {
+            "max_num_batched_tokens": choice.choice([128, 320, 640]),
+            "scheduling_policy": policy,
+        }
         if policy == "priority":
             steps["long_prefill_token_threshold"] = 128
         super().__init__(where, undo, tables, blocks, steps)

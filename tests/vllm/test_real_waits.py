@@ -260,4 +260,8 @@ def test_what_does_not_come_is_computed(here: Node, mishap: str, end: str) -> No
     assert counts(b, end)[0] == before + 1
     assert second.agrees(here.aside.one(tokens))
     owner.kill()
+    if not mishap.startswith("reset"):
+        # It tells of all that it has.
+        assert b.ask("told")
+        assert here.a.again(tokens).cached == 10 * CHUNK
     assert b.again(tokens).agrees(second)
