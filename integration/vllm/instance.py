@@ -21,7 +21,7 @@ from vcache_backend.transfer.session import make_tier
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool.generations import GenerationView
 
-from ..served_at import served_at
+from ..around_vllm import served_at
 from .blocks import KVBlocks
 from .metadata import Link
 from .model import compat, groups, versions
