@@ -152,7 +152,7 @@ class Part(ABC):
             # Its share.
             seconds=copy.seconds * (last - first) / max(len(numbers), 1),
         )
-        context.stats.later(context.stats.brought, self.place.origin, read, waited)
+        context.stats.brought(self.place.origin, read, waited)
 
 
 # ---- this node's memory
