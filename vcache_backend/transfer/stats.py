@@ -179,9 +179,9 @@ class LoadStats:
 
     `tell` counts after the load is over: a request waits for the load's end, and not for counts.
 
-    tokens, nbytes: by tier: see `devices.where`, and "resident" (another instance's KV cache),
-    "store" (the offload tier). metadata_seconds: of questions to the server. data_seconds: of
-    copies, and of waits for the offload tier."""
+    tokens, nbytes: by tier: where the pool's memory lies, "own" GPU, "peer" or "host"; "resident"
+    (another instance's KV cache), "store" (the offload tier). metadata_seconds: of questions to the
+    server. data_seconds: of copies, and of waits for the offload tier."""
 
     def __init__(self, session: Session, name: str, blocks: int) -> None:
         """name: the request, for the log. blocks: of the whole load."""
