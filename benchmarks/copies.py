@@ -196,6 +196,8 @@ def run() -> list[Row]:
     if len(peers) > 2:
         case = in_place(peers[:3], first, 256 * MIB)
         add("inplace_copy_3_owners", case, f"out of KV caches on 3 peers {how}", 0.93)
+    own = slots(first, first, 256 * MIB)
+    add("local_store_256MiB", own, "into the own segment", 0.85, store=True)
     locked = slots(host, host, 256 * MIB)
     add("host_retrieve_256MiB", locked, "out of locked host memory", 0.85)
     add("host_store_256MiB", locked, "into locked host memory", 0.85, store=True)

@@ -11,7 +11,7 @@
 #   equal    200 hits each in place, through a pool and through LMCache beside each other, with their control   6 minutes; WAYS=in_place: that alone
 #   speed    in place and through a pool: async_ttft, the scheduler's time, misses                  7 minutes; nothing beside it
 #   prove    vcache prove, in place and through a pool                                              2 minutes on one GPU
-#   decode   what a step that only decodes costs, beside vLLM alone and alone with NIXL's layout   4 minutes on one GPU; nothing beside it
+#   decode   what a step that only decodes costs, beside vLLM alone                                       4 minutes on one GPU; nothing beside it
 #   short    short_tax in place                                                                     4 minutes; nothing beside it
 #   tables   in place, hits that end as vLLM's own do, bit for bit, with flipped bytes: Gemma 3, gpt-oss, LFM 2, Granite 4, Qwen3-Next   6 minutes on one GPU
 #   groups   in place: async_ttft of the shapes of gpt-oss and Gemma 3, with CUDA graphs            7 minutes; nothing beside it
@@ -139,8 +139,8 @@ prove() {
   done
 }
 equal() {
-  local parts=agreeing,sensitive,equal ways=${WAYS:-in_place pool lmcache}
-  [[ $ways != *in_place* ]] || ttft equal_in_place 500 agreeing,sensitive,flipped,equal "${in_place[@]}" --scale beside &
+  local parts=agreeing,equal ways=${WAYS:-in_place pool lmcache}
+  [[ $ways != *in_place* ]] || ttft equal_in_place 500 agreeing,flipped,equal "${in_place[@]}" --scale beside &
   [[ $ways != *pool* ]] || ttft equal_pool 500 $parts --integration vllm --scale beside &
   [[ $ways != *lmcache* ]] || ttft equal_lmcache 500 $parts --integration lmcache --scale beside &
   wait

@@ -20,11 +20,13 @@ PATIENT = ClientConfig(request_seconds=10.0, control_seconds=30.0, connect_secon
 
 
 @contextmanager
-def metadata_server() -> Iterator[Path]:
-    """A metadata server on a temporary socket, which it yields; it ends with the context."""
-    with TemporaryDirectory(prefix="vcache-bench-") as folder:
+def metadata_server(log: Path | None = None, **environment: str) -> Iterator[Path]:
+    """A metadata server on a temporary socket, which it yields; it ends with the context. log: its
+    own, by default. environment: beside this process's."""
+    # The logs' folder may be another run's, too.
+    with TemporaryDirectory(prefix="vcache-bench-", ignore_cleanup_errors=True) as folder:
         path = Path(folder, "vcache.sock")
-        with MetadataServer(path, Path(folder, "log")):
+        with MetadataServer(path, log or Path(folder, "log"), {**os.environ, **environment}):
             yield path
 
 

@@ -53,8 +53,8 @@ def _equal(run: Run) -> list[Row]:
 
 
 def _few(kind: str, apart: str, ways: tuple[str, ...] = OURS, cpu: bool = True) -> Part:
-    """A part that compares a few hits of instances of a kind, and checks that their output depends
-    on the prompt. apart: parts with the same start together.
+    """A part that compares a few hits of instances of a kind. apart: parts with the same start
+    together.
     """
 
     def compared(run: Run) -> list[Row]:
@@ -70,8 +70,7 @@ def _few(kind: str, apart: str, ways: tuple[str, ...] = OURS, cpu: bool = True) 
             parting = 0 if "layer_types" in scale.model else 4
             hits = prompts.hits(dict.fromkeys(scale.few, 3), parting)
         rows = equality.agreeing(run, kind) + equality.equal(run, hits, kind)
-        rows += equality.flipped(run, kind) if in_place else []
-        return [*rows, *equality.sensitive(run, kind, 1)]
+        return rows + (equality.flipped(run, kind) if in_place else [])
 
     return Part(_trio(kind), compared, ways, cpu, apart)
 
@@ -97,7 +96,6 @@ PARTS: dict[str, Part] = {
     "ttft_gpt_oss": _timed("gpt_oss"),
     "ttft_gemma3": _timed("gemma3"),
     "agreeing": Part(_trio(), equality.agreeing),
-    "sensitive": Part(("alone",), equality.sensitive),
     "flipped": Part(_trio(), equality.flipped, ("inplace",)),
     "equal": Part(_trio(), _equal),
     "miss": Part(("alone", "a"), latency.miss),

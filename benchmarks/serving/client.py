@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -65,11 +65,8 @@ async def send(
             if (at := requests[index].at) is not None:
                 await asyncio.sleep(begin + at - time.perf_counter())
             request, port, answer = requests[index], next(turn), answers[index]
-            if apart == "nixl":
-                await _handed_over(session, next(firsts), port, request, answer)
-            elif apart:
-                at_once = _announced if apart == "announced" else _by_mooncake
-                await _at_once(session, next(firsts), port, request, answer, at_once)
+            if apart:
+                await _apart(session, apart, next(firsts), port, request, answer)
             else:
                 await complete(session, port, request.body, answer)
             begin = time.perf_counter()
@@ -85,45 +82,27 @@ async def send(
     return answers
 
 
-def _announced(first: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`kv_transfer_params` of both requests, as examples/prefill_proxy.py sets them."""
-    return {}, {"vcache": {"announced": True, "wait_seconds": 60}}
-
-
-def _by_mooncake(first: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The same, as vLLM's proxy for Mooncake sets them. first: the prefill server's port."""
-    name = {"transfer_id": f"{first}-{time.perf_counter_ns()}"}
-    asked = name | {"do_remote_decode": True, "do_remote_prefill": False}
-    given = {"do_remote_decode": False, "do_remote_prefill": True}
-    return asked, name | given | mooncake_peer(first)
-
-
-async def _at_once(
-    session: ClientSession,
-    first: int,
-    port: int,
-    request: Request,
-    answer: Answer,
-    params: Callable[[int], tuple[dict[str, Any], dict[str, Any]]],
+async def _apart(
+    session: ClientSession, apart: str, first: int, port: int, request: Request, answer: Answer
 ) -> None:
-    """Ask both servers at the same time."""
-    asked, given = params(first)
+    """Ask a prefill server and a decode server: both at once, as examples/prefill_proxy.py and
+    vLLM's proxy for Mooncake do. With NIXL the first answer says where the KV lies."""
+    sent, asked, given = time.perf_counter(), dict[str, Any](), dict[str, Any]()
+    if apart == "announced":
+        given = {"vcache": {"announced": True, "wait_seconds": 60}}
+    else:
+        asked = {"do_remote_decode": True, "do_remote_prefill": False}
+    if apart == "mooncake":
+        asked |= {"transfer_id": f"{first}-{time.perf_counter_ns()}"}
+        given = asked | {"do_remote_decode": False, "do_remote_prefill": True}
+        given |= mooncake_peer(first)
     prefill = asyncio.ensure_future(_first(session, first, _with(request.first, asked), answer))
-    await complete(session, port, _with(request.body, given), answer)
-    await asyncio.gather(prefill, return_exceptions=True)
-
-
-async def _handed_over(
-    session: ClientSession, first: int, port: int, request: Request, answer: Answer
-) -> None:
-    """Ask the prefill server, and then the decode server with what it has said of the KV."""
-    sent = time.perf_counter()
     try:
-        wanted = {"do_remote_decode": True, "do_remote_prefill": False}
-        said = await _first(session, first, _with(request.first, wanted), answer)
-        await complete(session, port, _with(request.body, said["kv_transfer_params"]), answer)
+        given = (await prefill)["kv_transfer_params"] if apart == "nixl" else given
+        await complete(session, port, _with(request.body, given), answer)
     except (OSError, ClientError, ValueError, KeyError) as error:
         answer.error = f"{type(error).__name__}: {error}"
+    await asyncio.gather(prefill, return_exceptions=True)
     answer.sent = sent
 
 

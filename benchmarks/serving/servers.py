@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -16,10 +15,10 @@ from pathlib import Path
 
 import msgspec
 
-from vcache_backend.children import ChildFailed, MetadataServer, Program, module, until
+from vcache_backend.children import ChildFailed, Program, module, until
 from vcache_backend.protocol.client import Client
 
-from ..processes import HOST, PATIENT, free_ports
+from ..processes import HOST, PATIENT, free_ports, metadata_server
 from ..vllm.instances import GIB
 from ..vllm.settings import ENVIRONMENT, environment, lmcache_server
 from .systems import SYSTEMS, Sizes, mooncake_peer, serve_arguments
@@ -55,12 +54,10 @@ class Servers:
         self.ports = free_ports(1 if SYSTEMS[name].ranks else len(gpus))
         self._started = time.monotonic()
         with ExitStack() as undo:
-            # Not among the logs, which may be another run's too.
-            own = tempfile.TemporaryDirectory(prefix="vcache-serving-", ignore_cleanup_errors=True)
-            self._socket = Path(undo.enter_context(own), "vcache.sock")
+            self._socket = Path()
             if self._share:
-                log, given = folder / "vcache_server.log", {**os.environ, **ENVIRONMENT}
-                undo.enter_context(MetadataServer(self._socket, log, given))
+                server = metadata_server(folder / "vcache_server.log", **ENVIRONMENT)
+                self._socket = undo.enter_context(server)
             theirs = free_ports(2)
             if self._lmcache:
                 size = theirs, sizes.scale.chunk, sizes.host_bytes, sizes.instances

@@ -27,21 +27,17 @@ class Measured(Serving):
         self,
         prompts: list[list[int]],
         waiting: list[list[int]],
-        arriving: list[list[int]],
         count: int,
         extra: dict[str, Any],
     ) -> list[float]:
         """Seconds of each of `count` steps in which `prompts` decode. waiting: requests whose
-        prompts somebody has announced, and nobody computes. arriving: requests for one token that
-        come meanwhile. extra: of the first request."""
+        prompts somebody has announced, and nobody computes. extra: of the first request."""
         announced = {"kv_transfer_params": {"vcache": {"announced": True, "wait_seconds": SECONDS}}}
         with self._running(prompts, extra):
             names = [self._add(prompt, 1, extra=announced) for prompt in waiting]
-            ends, coming, every = list[float](), iter(arriving), count // (len(arriving) + 1)
+            ends = list[float]()
             # The first ones begin to wait, too.
             while len(ends) < count + 9:
-                if len(ends) > 8 and len(ends) % every == 0 and (prompt := next(coming, None)):
-                    self._add(prompt, 1)
                 ends += [time.perf_counter()] if self._engine.step() else []
             self._engine.abort_request(names)
         return [after - before for before, after in pairwise(ends[8:])]

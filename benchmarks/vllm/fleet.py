@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,11 +19,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from vcache_backend.children import Child, ChildFailed, MetadataServer, module, until
+from vcache_backend.children import Child, ChildFailed, module, until
 from vcache_backend.protocol.client import Client
 from vcache_backend.prove.prompts import Prompts
 
-from ..processes import PATIENT
+from ..processes import PATIENT, metadata_server
 from ..results import Clock, Row, none
 from .instances import INSTANCES, KINDS, Scale, Spec, joined
 from .settings import (
@@ -71,11 +69,8 @@ class Fleet:
         for each in (folder, cache):
             each.mkdir(parents=True, exist_ok=True)
         with ExitStack() as undo:
-            # A folder apart from the logs, which may be another run's too.
-            own = undo.enter_context(tempfile.TemporaryDirectory(prefix="vcache-vllm-"))
-            self._socket = Path(own, "vcache.sock")
-            given = {**os.environ, **ENVIRONMENT}
-            undo.enter_context(MetadataServer(self._socket, folder / "server.log", given))
+            server = metadata_server(folder / "server.log", **ENVIRONMENT)
+            self._socket = undo.enter_context(server)
             self.pool = undo.enter_context(Client(self._socket, PATIENT))
             self.pool.require()
             self._undo = undo.pop_all()
@@ -254,7 +249,6 @@ class Fleet:
             given["LMCACHE_CONFIG_FILE"] = str(file)
         if self.scale.cpu:
             return given | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(kind.ranks > 1))}
-        given |= {"VLLM_KV_CACHE_LAYOUT": kind.layout} if kind.layout else {}
         gpus = visible(spec.gpu)
         if not self.lmcache and kind.ranks == 1:
             gpus = gpus.split(",")[0]

@@ -100,21 +100,18 @@ TINY = SCALES["tiny"]
 
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
-    """What differs from the plain instance. model: its config, or with `over` what to change of the
-    plain one. tiny: what to change of it on the CPU. block: tokens a KV block, 0: the scale's.
+    """What differs from the plain instance. model: its config, or what to change of the plain
+    one's. tiny: what to change of it on the CPU. block: tokens a KV block, 0: the scale's.
     value_bytes: of a number in the KV cache. arguments: of vLLM's `LLM`. ranks: tensor parallel,
-    each on a GPU. tail: see `Prompts`. layout: of the KV cache on GPUs, if not vLLM's own choice.
-    several: block tables. states: a chunk is one block."""
+    each on a GPU. tail: see `Prompts`. several: block tables. states: a chunk is one block."""
 
     model: dict[str, Any] = {}
     tiny: dict[str, Any] = {}
-    over: bool = False
     block: int = 0
     value_bytes: int = 2
     arguments: dict[str, Any] = {}
     ranks: int = 1
     tail: int = 8
-    layout: str = ""
     several: bool = False
     states: bool = False
 
@@ -122,7 +119,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
         """The scale as instances of this kind have it: as many tokens fit into their KV cache as
         into the plain one's.
         """
-        model = {**(scale.model if self.over else {}), **self.model} if self.model else scale.model
+        model = self.model if "model_type" in self.model else scale.model | self.model
         model = model | self.tiny if scale.cpu else model
         block = scale.chunk if self.states else self.block or scale.block
         own = msgspec.structs.replace(scale, model=model, block=block)
@@ -153,7 +150,7 @@ KINDS = {
     "mla": Kind(model=SHAPES["deepseek"], block=64),
     # So few words that what comes out has been there before, and drafts are made and sometimes
     # right.
-    "ngram": Kind(model={"vocab_size": 64}, over=True, arguments={"speculative_config": DRAFTS}),
+    "ngram": Kind(model={"vocab_size": 64}, arguments={"speculative_config": DRAFTS}),
     "gemma3": _several("gemma3"),
     "gpt_oss": _several("gpt_oss"),
     "gemma3_graphs": _several("gemma3", graphs=True),
@@ -165,8 +162,6 @@ KINDS = {
     "mamba2": _several("granite4"),
     # vLLM's default on Hopper wants FlashInfer.
     "gdn": _several("qwen3_next", arguments={"gdn_prefill_backend": "triton"}),
-    # As `NixlConnector` has it.
-    "hnd64": Kind(block=64, layout="HND"),
     # Where requests are many and short.
     "busy": Kind(arguments={"max_num_seqs": 128}),
 }
@@ -189,7 +184,7 @@ def joined(*parts: str) -> str:
 
 INSTANCES = {
     "timed": Spec(gpu=1, probed=True),
-    # For requests that decode, with `alone` and `hnd64_alone` on one GPU.
+    # For requests that decode, with `alone` on one GPU.
     "decodes": Spec(gpu=0, probed=True),
     "consumer": Spec(gpu=0, probed=True, role="kv_consumer"),
 }

@@ -28,7 +28,7 @@ ALLOWED_MS = 4.0
 ALLOWED_COPY, ALLOWED_SEVERAL = 1.15, 1.1
 MISS, MISS_IN_PLACE = {"4k": 1.01, "16k": 1.01}, {"16k": 1.003}
 """Limits for the ratio of a miss."""
-MISSES, FEW_MISSES = {"1k": 25, "4k": 31, "16k": 11}, {"1k": 5, "4k": 5, "16k": 3}
+MISSES = {"1k": 25, "4k": 31, "16k": 11}
 TAIL = 8
 """Tokens after the last whole chunk: fewer than a block."""
 REPEATS = {"1k": 3, "4k": 3}
@@ -135,12 +135,12 @@ def miss(run: Run) -> list[Row]:
     """TTFT of a miss with vcache and without, in turn on one GPU, on which a pool also stores
     it.
     """
-    fleet, clock, prompts, rounds = run
+    fleet, clock, prompts, _ = run
     fleet.settle()
     children = {"with": fleet.instance("a"), "without": fleet.instance("alone")}
     how = "with its KV cache shared in place" if fleet.in_place else "with the pool on"
     rows: list[Row] = []
-    for name, count in (MISSES if rounds >= 5 else FEW_MISSES).items():
+    for name, count in MISSES.items():
         length = fleet.scale.lengths[name]
         samples: dict[str, list[float]] = {"with": [], "without": []}
         for turn in range(count + 1):

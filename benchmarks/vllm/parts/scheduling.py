@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
@@ -86,12 +84,12 @@ def _row(way: str, case: str, spent: list[dict[str, float]], what: str) -> Row:
 
 # ---- requests that decode
 
-ARMS = {"alone": "alone", "hnd64": "hnd64_alone", "inplace": "decodes", "consumer": "consumer"}
+ARMS = {"alone": "alone", "inplace": "decodes", "consumer": "consumer"}
 """Instances by what rows call them."""
 RUNNING, STEPS, WAITING = (1, 8, 32), 48, 28
 """Requests that decode; steps of a round; requests that wait in `waiting`."""
-HELD_UP, ARRIVING = 8, 3
-"""Beside how many requests others wait, or arrive, and how many arrive in a round."""
+HELD_UP = 8
+"""Beside how many requests others wait."""
 
 
 def decode_steps(run: Run) -> list[Row]:
@@ -102,22 +100,20 @@ def decode_steps(run: Run) -> list[Row]:
     for running in RUNNING:
         run.clock.check(10)
         rows += _decoding(run, running)
-    return rows + _arrivals(run)
+    return rows
 
 
 def _steps(
     fleet: Fleet,
     name: str,
     prompts: list[list[int]],
-    waiting: Sequence[list[int]] = (),
-    arriving: Sequence[list[int]] = (),
+    waiting: list[list[int]],
 ) -> tuple[list[float], dict[str, float]]:
     """How long each step took, in ms, and what our connector's methods took of one, in us."""
     file = fleet.folder / f"{name}-steps.jsonl"
     file.unlink(missing_ok=True)
-    given: dict[str, Any] = {"prompts": prompts, "waiting": list(waiting)}
-    given |= {"arriving": list(arriving), "count": STEPS, "extra": {"timed": str(file)}}
-    seconds = fleet.instance(ARMS[name]).ask("steps", SECONDS, **given)
+    asked = {"prompts": prompts, "waiting": waiting, "extra": {"timed": str(file)}}
+    seconds = fleet.instance(ARMS[name]).ask("steps", SECONDS, count=STEPS, **asked)
     spent = json.loads(file.read_text()) if file.exists() else {}
     count = spent.pop("steps", 0) or 1
     return [1e3 * each for each in seconds], {key: US * spent[key] / count for key in spent}
@@ -148,30 +144,6 @@ def _decoding(run: Run, running: int) -> list[Row]:
             said = f"{what}: {name}; reference: {against}; {_shares(spent[name])}"
             rows.append(row(case, "ms", ms[name], ms[against], what=said, at_most=most))
     return rows
-
-
-def _arrivals(run: Run) -> list[Row]:
-    """What a request that begins with a hit adds to the steps of those that decode: its last token
-    is computed, as after a load by `NixlConnector`, or its last two tokens, in a step of another
-    shape. The consumer loads its hits from the engine in place, on the same GPU."""
-    scale, prompts = run.fleet.scale, run.prompts
-    length, added = scale.max_model_len // 8, defaultdict[str, list[float]](list)
-    asked = [prompts.new(length) for _ in range(HELD_UP)]
-    arms = [("alone", "alone", 1), ("alone", "alone", 2), ("consumer", "inplace", 2)]
-    for turn in range(run.rounds + 1):
-        for name, owner, tail in arms:
-            blocks = length // scale.block * scale.block
-            coming = [prompts.new(blocks + tail) for _ in range(ARRIVING)]
-            for prompt in coming:
-                child = run.fleet.instance(ARMS[owner])
-                child.ask("generate", SECONDS, tokens=prompt, count=1)
-            took, _ = _steps(run.fleet, name, asked, (), coming)
-            more = sum(took) - len(took) * statistics.median(took)
-            added[f"{name}_{tail}"] += [more / ARRIVING] if turn else []
-    what = f"ms that a hit of {length} tokens adds to the steps of {HELD_UP} requests; reference: "
-    what += "one token of it is computed, in the own cache"
-    first = added["alone_1"]
-    return [row(f"decode_arrival_{name}", "ms", ms, first, what=what) for name, ms in added.items()]
 
 
 def _shares(spent: list[dict[str, float]]) -> str:
