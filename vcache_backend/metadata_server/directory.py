@@ -217,42 +217,39 @@ class Directory:
         key gets a refusal instead if its chunk is here or being written, or if it comes after the
         first `MAX_SLOTS` new ones."""
         size, epoch = padded(nbytes), self.epoch(keys)
-        # Recent, so that they are not evicted for the others.
-        here, wanted = self._touched(keys), dict[m.ChunkKey, None]()
-        for key in keys:
-            if key not in here and key not in self._pending:
-                wanted[key] = None
-                if self.chunks.get(key) is not None:  # of before a reset
-                    self._evict(key)
+        here = self._touched(keys)  # recent, so that they are not evicted for the others
+        new = [key for key in dict.fromkeys(keys) if key not in here and key not in self._pending]
+        for key in filter(self.chunks.__contains__, new):  # of before a reset
+            self._evict(key)
         refusal, reason = self._refusal(client, nbytes)
-        most = 0 if refusal is not None else min(len(wanted), m.MAX_SLOTS)
-        number, granted = self._next(), dict[m.ChunkKey, int]()
-        for key, place in zip(wanted, self._room(client, size, most), strict=False):
+        most = 0 if refusal is not None else min(len(new), m.MAX_SLOTS)
+        number, places = self._next(), dict(zip(new, self._room(client, size, most), strict=False))
+        granted = dict[m.ChunkKey, m.Location]()
+        for key, place in places.items():
             region, slot = self._at(place)
             region.table.grant(slot, key, client.process, number)
-            granted[key] = place
-        if refusal is None and len(granted) < len(wanted):
+            granted[key] = m.Location(region.id, region.offset(slot), nbytes)
+        if refusal is None and len(places) < len(new):
             refusal = m.Refusal.FULL
-            reason = _ENOUGH if len(granted) == m.MAX_SLOTS else _full(nbytes, client.medium)
+            reason = _ENOUGH if len(places) == m.MAX_SLOTS else _full(nbytes, client.medium)
         if refusal is not None:
-            self.counters[f"refused_{refusal.name.lower()}"] += len(wanted) - len(granted)
+            self.counters[f"refused_{refusal.name.lower()}"] += len(new) - len(places)
         slots = list[m.Location | int]()
         for key in keys:
-            if key in granted and key not in self._pending:
-                region, slot = self._at(granted[key])
-                slots.append(m.Location(region.id, region.offset(slot), nbytes))
-                self._pending[key] = number
-            elif key in self._pending:
+            if key in granted:
+                slots.append(granted.pop(key))
+            elif key in places or key in self._pending:
                 slots.append(int(m.Refusal.BUSY))
-            elif self.chunks.get(key) is not None:
+            elif key in self.chunks:
                 slots.append(int(m.Refusal.EXISTS))
             else:
                 slots.append(int(m.Refusal.FULL if refusal is None else refusal))
-        if not granted:
+        if not places:
             return m.Reserved(0, 0.0, slots, reason, epoch)
+        self._pending |= dict.fromkeys(places, number)
         deadline = self._now() + self._write_seconds
-        self._writes[number] = _Write(client.id, client.process, deadline, granted)
-        self.counters["reserved"] += len(granted)
+        self._writes[number] = _Write(client.id, client.process, deadline, places)
+        self.counters["reserved"] += len(places)
         return m.Reserved(number, self._write_seconds, slots, reason, epoch)
 
     def commit(self, client: Peer, number: int) -> list[m.ChunkKey]:
@@ -436,25 +433,22 @@ class Directory:
         taken = list(islice(self._free_slots(client, size), most))
         looks, slots = self.MAX_SEARCH, SLAB_SLOTS
         while len(taken) < most and looks > 0 and slots > 0:
-            equal, others, passed = self._victims(client, size, most - len(taken), looks)
+            before = len(taken)
+            equal, others, passed = self._victims(client, size, most - before, looks)
             for key, place in equal:
                 self._forget(key)
                 self.regions[place >> _SLOT_BITS].evictions += 1
                 taken.append(place)
             self.counters["evicted"] += len(equal)
             looks -= max(len(passed), self.MAX_SEARCH // 8)
-            if equal and looks > 0:
-                continue
-            before = len(taken)
-            for at in () if equal else others:
+            while others and len(taken) == before and slots > 0:
+                at = others.pop(0)
                 slots -= self.regions[at // SLABS].slabs[at % SLABS].place.slots
                 if self._resized(at, size):
-                    taken += islice(self._of_slab(*divmod(at, SLABS), size), most - len(taken))
-                if len(taken) > before or slots <= 0:
-                    break
+                    taken += islice(self._of_slab(*divmod(at, SLABS), size), most - before)
             if len(taken) == before:  # let the next search begin behind them
-                passed.reverse()
-                self._use([key for key, _ in passed], [place for _, place in passed])
+                for key, _ in passed:
+                    self.chunks.move_to_end(key)
                 if len(passed) >= len(self.chunks):
                     break
         return taken
