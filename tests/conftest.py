@@ -50,11 +50,11 @@ if GPUS == 0:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 LONGEST = (
-    "injector soak examples injector_lmcache planned prove real_processes vllm_versions "
-    "real_modes vllm_multi real_waits bounds real_hits monitor_metrics benchmarks "
+    "injector soak examples injector_lmcache planned prove real_processes versions "
+    "real_modes multi real_waits bounds real_hits monitor_metrics benchmarks "
     "disaggregated_prefill real_offload threads offload_process real_in_place offload_tier "
     "directory_stateful start_server server_socket monitor_web server_failures "
-    "real_failures publications documents doctor_model vllm_groups promises "
+    "real_failures publications documents doctor_model groups promises "
     "resident_server publisher mappings"
 )
 """Files of tests by the seconds that they take, the longest first; all others are short. The

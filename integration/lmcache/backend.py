@@ -19,10 +19,8 @@ from vcache_backend.supported import LMCACHE
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.transfer.session import Session
 
-from .. import logs
-from ..served_at import served_at
+from ..around_vllm import beside_vllm, join_log, served_at
 from ..vllm.model import spec as model_spec
-from ..vllm_memory import beside_vllm
 from . import hooks
 from .boundary import WORKER, settings_of
 from .instance import NO_TIER, Instance, discover, hash_probe, refusal
@@ -47,7 +45,7 @@ class VCacheBackend(StoragePluginInterface, AllocatorBackendInterface):  # type:
         """None if the plugin stepped aside, and after `close`."""
         try:
             WORKER.adopt(config)
-            logs.join_vllm()
+            join_log()
             self.worker = _begin(config, metadata, self)
         except Exception as error:  # noqa: BLE001
             # LMCache would swallow the error, and go on without us but with our GPU connector.

@@ -29,7 +29,7 @@ from vcache_backend.errors import ConfigError, VCacheError
 from vcache_backend.metadata_server import start
 from vcache_backend.protocol.client import Client
 
-from .. import logs
+from .. import around_vllm
 from . import settings
 from .boundary import Boundary, answer, guarded
 from .ends import AwaitedLoads, LoadEnds, WorkerLoads
@@ -79,7 +79,7 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         self._place = 0, 0
         """Pipeline and tensor rank of a worker."""
         try:
-            logs.join_vllm()
+            around_vllm.join_log()
             config = self.config = settings.read(transfer.kv_connector_extra_config)
             if config.connector.start_server:
                 start.try_ensure(config)

@@ -21,7 +21,7 @@ from vcache_backend.transfer.session import make_tier
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool.generations import GenerationView
 
-from ..served_at import served_at
+from ..around_vllm import served_at
 from .blocks import KVBlocks
 from .metadata import Link
 from .model import compat, groups, versions
@@ -60,6 +60,10 @@ class InstanceContext:
         self.hashes = self.chunk_size // self.hash_block
         """vLLM's hashes of a chunk."""
         in_place = config.connector.share == "in_place"
+        self.unit = 1 if in_place else self.hashes
+        """vLLM's hashes of what requests name: in place blocks, in a pool chunks."""
+        self.names = self.hashes // self.unit
+        """Names of a chunk."""
         self.groups = groups.read(kv_cache_config, self.chunk_size, in_place)
         self.by_ends = in_place and not self.groups.plain
         """A hit in place ends only where all block tables have what it needs."""

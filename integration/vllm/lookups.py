@@ -85,8 +85,9 @@ class Lookups:
                 return False
             lookup.computed_with = known
         if not lookup.named:
-            own = tracked.request.block_hashes
-            lookup.named = block_hashes(own, 0, len(own), *lookup.computed_with)
+            unit = self._context.unit
+            own = tracked.request.block_hashes[unit - 1 :: unit]
+            lookup.named = block_hashes(own, *lookup.computed_with)
         return True
 
     def _computed_with(
@@ -102,22 +103,21 @@ class Lookups:
             return None
         return self._context.version, adapter_digest(adapter, seen[known_as])
 
-    def hashes(self, tracked: Tracked, first: int, stop: int, scale: int = 1) -> bytes:
+    def hashes(self, tracked: Tracked, first: int, stop: int, scale: int) -> bytes:
         """The hashes of the request's blocks [first, stop), each of `scale` of vLLM's hashes, for
         other instances. `name` must have returned True."""
         named = tracked.lookup.named
-        if scale == 1 and stop * HASH_BYTES <= len(named):
+        if scale == self._context.unit and stop * HASH_BYTES <= len(named):
             return named[first * HASH_BYTES : stop * HASH_BYTES]
         own = tracked.request.block_hashes[scale - 1 + first * scale : stop * scale : scale]
-        return block_hashes(own, 0, stop - first, *tracked.lookup.computed_with or ())
+        return block_hashes(own, *tracked.lookup.computed_with or ())
 
     def keys(self, tracked: Tracked, first: int, stop: int) -> list[ChunkKey]:
         """The keys (of rank 0) of the request's chunks [first, stop). `name` must have returned
         True."""
-        each = self._context.hashes
-        return chunk_keys(
-            self._context.prefix, self.hashes(tracked, first * each, stop * each), each
-        )
+        context, each = self._context, self._context.names
+        hashes = self.hashes(tracked, first * each, stop * each, context.unit)
+        return chunk_keys(context.prefix, hashes, each)
 
     def send(self, tracked: Tracked, first: int) -> None:
         """Ask the server for the chunks from number `first` on, and return. `name` must have made
@@ -174,7 +174,7 @@ class Lookups:
         tracked.lookup.question = None
         if reply is None:
             return FAILED
-        here = question.first + reply.found // self._context.hashes
+        here = question.first + reply.found // self._context.names
         return Answer(question.first, here, here, question.at, 0.0, coming=reply.coming)
 
     def find(self, tracked: Tracked, first: int, tokens: int) -> Answer:
@@ -293,15 +293,15 @@ class Lookups:
 
     def _request(self, tracked: Tracked, first: int, begins: bool) -> Find:
         context, own = self._context, self._context.publications
-        each, begin = context.hashes, first * context.hashes
+        each, begin = context.names, first * context.names
         promise = tracked.promise.number if tracked.promise.early else 0
         tokens, chunks = context.loadable(tracked.request)
-        stop = chunks * each if own is None else len(tracked.request.block_hashes)
+        stop = chunks if own is None else len(tracked.request.block_hashes)
         return Find(
             context.prefix,
-            self.hashes(tracked, begin, stop),
+            self.hashes(tracked, begin, stop, context.unit),
             each,
-            max(0, tokens // context.hash_block - begin),
+            max(0, tokens // (context.unit * context.hash_block) - begin),
             context.ranks,
             own.instance if own is not None else InstanceId(b""),
             own is None,
@@ -321,7 +321,7 @@ class Lookups:
     ) -> Answer:
         """Make and keep the `Answer` for the chunks from number `first` on, from the server's reply
         and the offload tier's hits. fresh: the server has just answered."""
-        context, each = self._context, self._context.hashes
+        context, each = self._context, self._context.names
         self.epoch = reply.epoch
         end, residents = reply.end, reply.residents
         if context.tables is not None and context.publications is not None and not fresh:

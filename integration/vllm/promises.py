@@ -102,8 +102,8 @@ class PromiseSender:
         if stop * size < computed + size and not promise.made:
             return 0
         count = max(0, stop - first) if self._lookups.name(tracked) else 0
-        each, own = context.hashes, context.publications
-        hashes = self._lookups.hashes(tracked, first * each, (first + count) * each)
+        each, own = context.names, context.publications
+        hashes = self._lookups.hashes(tracked, first * each, (first + count) * each, context.unit)
         name = own.instance if own is not None else InstanceId(b"")
         epoch = own.epoch if own is not None else self._lookups.epoch
         self._send(promise.number, hashes, name, epoch, self.rate.chunk_seconds, begun)
@@ -130,7 +130,7 @@ class PromiseSender:
     def _tell(self, client: Client, number: int, hashes: bytes, *terms: Any) -> None:
         """Runs in the outbox's thread."""
         context = self._context
-        keys = chunk_keys(context.prefix, hashes, context.hashes)
+        keys = chunk_keys(context.prefix, hashes, context.names)
         answer = client.promise(Promise(number, keys, context.ranks, *terms))
         if keys:
             self._lookups.epoch = answer.epoch

@@ -380,8 +380,13 @@ class VCacheScheduler:
         self.resets.note(report, invalid)
         for name in report.failed & self._requests.keys():
             # vLLM may compute the request from the start.
-            self._requests[name].may_load = False
-            self._planner.mark_stored(self._requests[name], 0)
+            tracked = self._requests[name]
+            tracked.may_load = False
+            self._planner.mark_stored(tracked, 0)
+            if self.publications is not None and tracked.load is not None:
+                # vLLM computes into the same blocks.
+                left = [block for block in tracked.load.blocks if block in invalid]
+                self.publications.generations.void(left)
         self.context.note(report.shards, report.links)
         if self.context.announcer is not None:
             self.context.announcer.note(report.stored)

@@ -279,7 +279,7 @@ class Waits:
     def _named(self, tracked: Tracked, chunk: int) -> bytes:
         """The name of the request's chunk with this number: its last block's. Empty if the request
         has no such chunk."""
-        end = (chunk + 1) * self._context.hashes * HASH_BYTES
+        end = (chunk + 1) * self._context.names * HASH_BYTES
         return tracked.lookup.named[end - HASH_BYTES : end]
 
     def _lead(self, tracked: Tracked) -> bytes:

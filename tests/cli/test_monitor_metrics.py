@@ -195,7 +195,7 @@ def test_no_panel_of_the_dashboard_is_empty(tmp_path: Path) -> None:
             def unanswered() -> list[str]:
                 looked_for(reader)
                 asked = (query for those in queries.values() for query in those)
-                # No vLLM is scraped here: tests/vllm/test_vllm_stats.py has its names.
+                # No vLLM is scraped here: tests/vllm/test_stats.py has its names.
                 needed = [query for query in asked if not re.search("unless|vllm:", query)]
                 return [query for query in needed if not prometheus.values(query)]
 

@@ -1,7 +1,7 @@
 """What the plugin finds out about its instance, which instances share, and what must be right
 before it works.
 
-What vLLM's configuration says is read by `integration.vllm.model.spec`, see test_vllm_spec.
+What vLLM's configuration says is read by `integration.vllm.model.spec`, see test_spec.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +25,6 @@ from vcache_backend.errors import ConfigError, LayoutError
 from vcache_backend.integration.hooks import Changed
 from vcache_backend.integration.lmcache import hooks
 from vcache_backend.integration.lmcache.instance import Instance, discover, hash_probe, refusal
-from vcache_backend.integration.vllm.model import weights
 
 needs_lmcache = pytest.mark.skipif(bool(missing()), reason=missing() or "LMCache is here")
 # LMCache's imports warn.
@@ -113,44 +111,9 @@ def test_under_vllm_its_configuration_says_it(under_vllm: Find) -> None:
     assert under_vllm(kind=WINDOW).several > found.several
 
 
-def test_the_weights_go_by_what_they_are(
-    under_vllm: Find, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process that has begun before they were written may have loaded others."""
-
-    def known(named: str = "", **model: str) -> tuple[str, str]:
-        changes = {f"model_config__{name}": value for name, value in model.items()}
-        found = under_vllm(name=named, **changes).model
-        return found.model, found.revision
-
-    hub = "/root/.cache/huggingface/hub/models--org--model/snapshots"
-    assert known(model=f"{hub}/abc123f") == ("org/model", "abc123f")
-    (tmp_path / "model.safetensors").write_bytes(b"1234")
-    link = tmp_path.parent / "link"
-    link.symlink_to(tmp_path)
-    assert known(model=str(tmp_path)) == (str(tmp_path.resolve()), "")
-    assert known(model="/" + "x" * 300) == ("/" + "x" * 300, "")
-    (tmp_path / "old").symlink_to(os.__file__)
-    assert [known(model=str(path))[1] != "" for path in (os.__file__, tmp_path / "old")] == [1, 0]
-    # After the clock was set forward, too.
-    monkeypatch.setattr(weights, "booted", lambda: weights.BOOTED + 86400)
-    assert known(model=str(tmp_path / "old"))[1] == ""
-    monkeypatch.setattr(weights, "_EXACT_SECONDS", float("inf"))
-    before = known(model=str(tmp_path))
-    (tmp_path / ".lock").touch()
-    assert known(model=str(link)) == before
-    assert before[0] == str(tmp_path.resolve())
-    os.utime(tmp_path / "model.safetensors", ns=(1, 1))
-    after = known(model=str(tmp_path))
-    assert (after[0], after[1] != before[1]) == (before[0], True)
-    assert known(model=str(tmp_path / "model.safetensors"))[1].startswith("files-")
-    assert known(model_weights="s3://bucket/model", model=str(tmp_path))[0] == "s3://bucket/model"
-    assert known("llama@3", model=str(tmp_path)) == ("llama@3", "")
-
-
 # ---- who shares
 
-# What else of vLLM's configuration matters: test_vllm_spec.
+# What else of vLLM's configuration matters: test_spec.
 DIFFERENT: list[dict[str, Any]] = [{"model_config__model": "org/other"}, {"worker_id": 2}]
 DIFFERENT += [{"parallel_config__tensor_parallel_size": 1}]
 DIFFERENT += [{"kvcaches": dict(reversed(caches().items()))}]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from mooncake_cases import MIB, Raw, depot, needs_mooncake, new_names, own_depot, raw
 from mooncake_store import Depot
-from processes import SECONDS, Child, eventually
+from processes import Child, eventually
 
 from vcache_backend.offload.process import FULL, STORED, StoreDown
 
@@ -119,9 +119,8 @@ def test_what_a_killed_provider_had_is_a_miss(tmp_path: Path) -> None:
 def test_nobody_waits_for_a_process_that_reads_nothing(depot: Depot) -> None:
     with Raw(depot.config()) as stuck:
         os.kill(stuck.process.pid, signal.SIGSTOP)
-        call = stuck.process.ask("exist", [4 * MIB * "x"])
         with pytest.raises(StoreDown, match="the offload process ended"):
-            call.result(SECONDS)
+            stuck.call("exist", [4 * MIB * "x"])
         assert gone(stuck.process.pid)
 
 

@@ -55,6 +55,23 @@ def test_what_was_just_written_makes_room_for_others(
     assert made.lookup(first) == LENGTH, "it is below"
 
 
+def test_a_chunk_that_is_gone_does_not_keep_those_behind_it_from_being_written(
+    nodes: list[Node], depot: Depot, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another prompt, in the same batch."""
+    one, two = (engine(at, depot, model) for at in nodes)
+    cache, (first, second) = Cache(), [prompt(CHUNK, number) for number in (1, 2)]
+    written = transfers.Writer._copied
+
+    def copied(writer: transfers.Writer, keys: list[ChunkKey]) -> object:
+        return written(writer, [*one.keys(first), *keys])
+
+    monkeypatch.setattr(transfers.Writer, "_copied", copied)
+    through(one, cache, second)
+    assert (two.lookup(first), two.lookup(second)) == (0, CHUNK)
+    assert one.get_stats()["offload"]["dropped"]["gone"] == 1
+
+
 def test_a_bad_object_is_removed(nodes: list[Node], depot: Depot, model: str, raw: Raw) -> None:
     """What is bad: test_offload_objects."""
     one, two = (engine(at, depot, model) for at in nodes)

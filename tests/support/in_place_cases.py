@@ -216,7 +216,7 @@ class Engine(Planned):
     def hashes(self, request: Request) -> bytes:
         """As other instances know them."""
         made = request.block_hashes
-        return block_hashes(made, 0, len(made), self.half.context.version)
+        return block_hashes(made, self.half.context.version)
 
     def stored(self, request: Request, meta: StepMetadata | None = None) -> list[int]:
         """Which of the request's chunks a step stores in the pool; the last step."""

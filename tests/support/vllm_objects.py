@@ -114,3 +114,20 @@ def comes_back(kv: PagedKV, chunk_size: int) -> bool:
         page[:count] = ~page[:count]
     copier.copy(CopyJob(kv, *rows))
     return all(map(torch.equal, pages, before))
+
+
+def through_vllm(*workers: dict[str, Any]) -> Any:
+    """One step's output of several workers, each pickled, as vLLM's executor puts it together for
+    the scheduler.
+    """
+    import pickle
+
+    from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+    told = [pickle.loads(pickle.dumps(KVConnectorOutput(**fields))) for fields in workers]
+    outputs = [ModelRunnerOutput([], {}, kv_connector_output=each) for each in told]
+    together = KVOutputAggregator(len(outputs)).aggregate(outputs)
+    assert together is not None
+    assert together.kv_connector_output is not None
+    return together.kv_connector_output

@@ -87,7 +87,7 @@ def test_requests_that_are_computed_whatever_is_there(here: Node) -> None:
 
 
 def test_wishes_we_do_not_understand_are_served_uncached(here: Node) -> None:
-    """Which those are, test_vllm_settings says. Clients choose the names of their requests."""
+    """Which those are, test_settings says. Clients choose the names of their requests."""
     tokens, name = new_tokens(3 * CHUNK + 5), "mine\n\x1b[2J"
     computed = here.keep(here.a, tokens)
     before, chunks, said = here.asked(), here.chunks(), len(here.b.log)

@@ -17,7 +17,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installe
 from vllm.v1.request import Request, RequestStatus
 
 from vcache_backend.integration.vllm import lookups
-from vcache_backend.integration.vllm.metadata import StepMetadata
+from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
 from vcache_backend.protocol.messages import Find, ResidentRun
 from vcache_backend.transfer.outbox import LATER_SECONDS
 
@@ -178,6 +178,22 @@ def test_a_block_that_its_owner_uses_again_is_not_asked_for(
     found = owners(reader.step())
     assert (found[1], found[3]) == (first, second)
     assert len(found) == 5
+
+
+def test_what_a_load_did_not_fill_is_published_by_the_step_that_computes_it(shared: Make) -> None:
+    """And only that: of the rest the worker has not told that it is there."""
+    owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
+    computed(owner, tokens)
+    request = reader.add(tokens)
+    (load,) = reader.step().loads
+    left, told = set(load.blocks[4:]), len(reader.metas)
+    report = WorkerReport(failed={request.request_id})
+    said = {"finished_recving": {request.request_id}, "kv_connector_worker_meta": report}
+    reader.step(invalid_block_ids=left, **said)
+    reader.finish(request)
+    published = [one for meta in reader.metas[told:] for one in reader.published(request, meta)]
+    assert {one.block for one in published} == left
+    assert reader.right(published)
 
 
 def test_what_a_load_brings_across_a_reset_is_not_published(shared: Make) -> None:

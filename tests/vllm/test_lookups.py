@@ -121,7 +121,7 @@ def test_a_request_is_named_no_more_once_its_adapter_was_replaced(tmp_path: Path
     """In place, too, it then shares nothing more of what it computes."""
     weights, meter = tmp_path / "adapter_model.safetensors", Meter()
     weights.write_text("ode")
-    context: Any = SimpleNamespace(version=b"", hashes=1)
+    context: Any = SimpleNamespace(version=b"", unit=1)
     given = {"lora_name": "poet", "lora_path": str(tmp_path), "lora_int_id": 1}
     request = SimpleNamespace(lora_request=SimpleNamespace(**given), block_hashes=[])
     asks = lookups.Lookups(context, meter)

@@ -224,7 +224,7 @@ def test_who_was_asked_nothing_and_cannot_export_its_kv_cache_serves_and_says_wh
 
 def test_settings_that_do_not_exist_end_vllm_without_our_plugin(here: Node, start: Start) -> None:
     """By the connector itself, which vLLM then finds by its module only. What is refused,
-    test_vllm_settings says."""
+    test_settings says."""
     extra = here.transfer()["kv_connector_extra_config"] | {"connector": {"min_hit_token": 3}}
     long = {"kv_connector_module_path": plugin.CONNECTOR, "kv_connector_extra_config": extra}
     with pytest.raises(AssertionError, match="ConfigError") as raised:

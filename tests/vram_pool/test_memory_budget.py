@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm_objects import vllm_config
 
-from integration.vllm_memory import beside_vllm
+from integration.around_vllm import beside_vllm
 from vcache_backend.config import ByteSize, PoolConfig
 from vcache_backend.vram_pool.memory_budget import LEAST, MAX_SHARE, shortfall
 

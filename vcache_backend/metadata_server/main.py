@@ -77,7 +77,6 @@ class Server:
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
         self._stopping = False
-        self._looked = time.monotonic()
         with ExitStack() as undo:
             self._endpoint = Endpoint(config.path, open_to_others=bool(config.allow_uids))
             undo.callback(self._endpoint.close)
@@ -140,25 +139,16 @@ class Server:
             if now >= next_tick:
                 self._tick()
                 next_tick = now + (0.05 if self._service.busy else 0.5)
-            self._check_path()
             clients.send()
 
     def stop(self) -> None:
         """End `run` within a tick. May be called from a signal handler."""
         self._stopping = True
 
-    def _check_path(self) -> None:
-        """Stop, and send no more answers, if another server has the path: that server may have this
-        server's segments. Works after a SIGSTOP, too. Looks every 10 ms."""
-        now = time.monotonic()
-        if now < self._looked + 0.01:
-            return
-        self._looked = now
+    def _tick(self) -> None:
         if reason := self._endpoint.lost():
             what = f"{self._config.path} does not lead to this server any more ({reason})"
-            raise ConfigError(f"server.socket: {what}; it stops: two must not use one segment")
-
-    def _tick(self) -> None:
+            raise ConfigError(f"server.socket: {what}; it stops, so that all use the same one")
         self._endpoint.keep_fresh()
         self._service.tick()
         self._watch_processes()

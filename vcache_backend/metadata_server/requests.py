@@ -8,7 +8,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
-from errno import EAGAIN
 from typing import assert_never
 
 import msgspec
@@ -55,8 +54,6 @@ class Service:
         self.instances = InstanceRegistry(self.residents, self._spare, pidfd)
         self.layouts = Layouts()
         self.latency = defaultdict[str, Histogram](Histogram)
-        self.fds: dict[m.SegmentId, tuple[Descriptor, Descriptor]] = {}
-        """Of each segment, and of its table."""
         self.reports = Reports(time.time)
         self.minute = Minute(time.monotonic)
         self.started = time.monotonic()
@@ -151,26 +148,19 @@ class Service:
             case _:
                 assert_never(request)
 
-    def collect_dropped(self) -> None:
-        """Close the memory of removed segments."""
-        here = {region.id for region in self.directory.regions.values()}
-        for id_ in self.fds.keys() - here:
-            del self.fds[id_]
-
     @property
     def busy(self) -> bool:
         """Whether slots are being written or in quarantine."""
         return any(self.directory.written())
 
     def tick(self) -> None:
-        """End what is overdue, and close the memory of removed segments."""
+        """End what is overdue."""
         self.directory.tick()
         self.promises.tick()
-        self.collect_dropped()
 
     def close(self) -> None:
         """Close all fds, which frees memory that no other process holds."""
-        self.fds.clear()
+        self.directory.regions.clear()
         self.instances.close()
 
     def disconnect(self, client: Peer) -> None:
@@ -186,7 +176,7 @@ class Service:
 
     def _spare(self) -> int:
         """How many more fds the server may keep."""
-        return self.max_segments - 2 * len(self.fds) - self.instances.descriptors
+        return self.max_segments - 2 * len(self.directory.regions) - self.instances.descriptors
 
     def _was_reset(self, namespace: bytes) -> None:
         self.residents.clear(namespace)
@@ -214,12 +204,13 @@ class Service:
                 raise Refused(f"segment {id_} is {known}, not {what}")
             if region.state != "live":
                 raise Refused(f"segment {id_} was dropped")
-            return m.Added(0), [self.fds[id_][1]]
+            return m.Added(0), region.fds[1:]
         if len(self.directory.regions) >= m.MAX_SEGMENTS:
             raise Refused(f"{m.MAX_SEGMENTS} segments are there, the most there can be")
         if self._spare() <= 1:
-            kept = f"{len(self.fds)} segments and {self.instances.descriptors} fds of instances"
-            raise Refused(f"{kept} are kept; raise ulimit -n")
+            segments, others = len(self.directory.regions), self.instances.descriptors
+            what = f"{segments} segments and {others} fds of instances are kept"
+            raise Refused(f"{what}; raise ulimit -n")
         with ExitStack() as undo:
             try:
                 if request.again:
@@ -229,12 +220,11 @@ class Service:
                 undo.callback(table.close)
                 region, own = SlotRegion(info, table), Descriptor(os.dup(table.fd))
             except OSError as error:
-                ended = (
-                    str(error) if error.errno != EAGAIN else "the server that had it has not ended"
-                )
-                raise Refused(f"segment {id_}, its table: {ended}") from error
+                busy = isinstance(error, BlockingIOError)
+                why = "the server that had it has not ended" if busy else error
+                raise Refused(f"segment {id_}, its table: {why}") from error
             undo.pop_all()
-        self.fds[id_] = Descriptor(fds.pop(0)), own
+        region.fds = [Descriptor(fds.pop(0)), own]
         self.claims.end(client.id)
         return m.Added(self.directory.add(region)), [own]
 
@@ -242,7 +232,7 @@ class Service:
         region = self.directory.region(id_)
         if region is None or region.state != "live":
             raise Refused(f"segment {id_} was dropped, or not offered since a restart")
-        return m.Opened(region.described()), self.fds[id_]
+        return m.Opened(region.described()), region.fds
 
     # ---- chunks
 
@@ -321,7 +311,6 @@ class Service:
         if self.directory.region(id_) is None:
             raise Refused(f"segment {id_} is not here; `vcache status` shows those that are")
         chunks = self.directory.drop(id_)
-        self.collect_dropped()
         return m.Dropped(chunks, self.directory.region(id_) is None)
 
     def _note(self, client: Peer, request: m.ListSegments) -> None:

@@ -1,5 +1,5 @@
-"""The blocks that instances have published in their KV caches. A pure state machine: no socket, no
-fd.
+"""The blocks that instances have published in their KV caches, and where the longest hit of a
+look-up ends among them. A pure state machine: no socket, no fd.
 
 An answer promises nothing, since an instance may reuse a block at any time. Its blocks were
 unchanged when it was made; a reader compares the instance's generation table after the copy."""
@@ -7,25 +7,243 @@ unchanged when it was made; a reader compares the instance's generation table af
 from __future__ import annotations
 
 import random
+import struct
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
+from math import lcm
 from operator import itemgetter
+from typing import NamedTuple
+
+import msgspec
 
 from vcache_backend.errors import Refused
 from vcache_backend.metadata_server.directory import Directory
-from vcache_backend.metadata_server.hits import MAX_LOOKS, HitSearch, Others, Piece
 from vcache_backend.metadata_server.publications import (
     BLOCK_BYTES,
+    COMPARED,
     Chunk,
     ForeignTable,
     InstancePublications,
+    suffix,
 )
 from vcache_backend.protocol import messages as m
 
 ONE_FULL = [m.BlockTable("full")]
 News = tuple[m.InstanceId, bytes, bytes]
 """An instance, the last hash of a chunk that this instance holds, too, and the chunk's `COPY`."""
+
+
+MAX_LOOKS = 16_384
+"""The most looks into tables of one look-up, some milliseconds."""
+_SCANNED = 64
+"""How many blocks are looked for at once before a missing block."""
+
+
+def needed(table: m.BlockTable, end: int) -> tuple[int, int]:
+    """The blocks [first, stop) that a hit which ends after `end` hashes needs of a table."""
+    stop = end // table.scale
+    match table.kind:
+        case "full":
+            return 0, stop
+        case "local":
+            return stop - stop % max(1, table.reach), stop
+        case _:
+            return max(0, stop - table.reach), stop
+
+
+class Piece(msgspec.Struct):
+    """A `ResidentRun` that is being built: the blocks [first, stop)."""
+
+    table: int
+    first: int
+    stop: int
+    instance: m.InstanceId
+    there: InstancePublications
+    blocks: list[bytearray]
+    generations: list[bytearray]
+
+    def packed(self, stop: int) -> m.ResidentRun:
+        """The run before block `stop`, where the hit ends; maybe empty."""
+        packs = b"".join(self.blocks), b"".join(self.generations)
+        run = m.ResidentRun(self.table, self.first, self.instance, *packs)
+        return run.cut(self.first, max(self.first, min(stop, self.stop)))
+
+
+class Covered(NamedTuple):
+    """The leading blocks of a table that are somewhere. `cut`: there may be more, but the answer
+    is full, or the look-up took long enough."""
+
+    stop: int
+    pieces: list[Piece]
+    cut: bool = False
+
+
+Others = Sequence[tuple[m.InstanceId, InstancePublications]]
+
+
+class HitSearch:
+    """One look-up among instances that have the same block tables."""
+
+    def __init__(self, hashes: bytes, tables: Sequence[m.BlockTable]) -> None:
+        self.hashes, self.tables, self.left = hashes, tables, MAX_LOOKS
+        self._of = dict[int, bytes]()
+        self._names = dict[tuple[int, int], list[bytes]]()
+
+    def answer(self, request: m.Find, others: Others, present: bytes, room: int) -> m.Found:
+        """present: a byte for each chunk, whether the pool has it. room: for how many blocks the
+        answer has room."""
+        tables, each = self.tables, request.each
+        count = len(request.hashes) // m.HASH_BYTES
+        full = [number for number, table in enumerate(tables) if table.kind == "full"]
+        alone = len(tables) == len(full) == 1
+        room -= sum(
+            4 + min(table.reach, count // table.scale) for table in tables if table.kind != "full"
+        )
+        found, pieces, cut = count, list[Piece](), False
+        for number in full:
+            part = self.covered(
+                number, others, present, each, room // len(full), m.MAX_REPLICAS if alone else 1
+            )
+            found, cut = min(found, part.stop * tables[number].scale), part.cut
+            pieces += part.pieces
+        if alone and cut:
+            found -= found % each
+        end = min(found, request.limit)
+        if alone:
+            end -= end % tables[0].scale
+        else:
+            end, ends = self.best(end, others)
+            pieces += ends
+        if not full:
+            found = max(end, each * len(present[: present.find(0)] if 0 in present else present))
+        runs = [piece.packed(end // tables[piece.table].scale) for piece in pieces]
+        runs = [run for run in runs if run.blocks]
+        runs.sort(key=itemgetter(0, 1))
+        chunks = found // each
+        return m.Found(found, end, present[:chunks] or bytes(chunks), runs, cut=alone and cut)
+
+    def of(self, table: int) -> bytes:
+        """The hashes of a table's blocks, packed."""
+        if (scale := self.tables[table].scale) == 1:
+            return self.hashes
+        if table not in self._of:
+            size = m.HASH_BYTES
+            ends = range(scale * size, len(self.hashes) + 1, scale * size)
+            self._of[table] = b"".join([self.hashes[end - size : end] for end in ends])
+        return self._of[table]
+
+    # ---- tables of full attention
+
+    def covered(
+        self, table: int, others: Others, pooled: bytes, each: int, room: int, replicas: int
+    ) -> Covered:
+        """Find a table's leading blocks in instances or whole chunks of the pool.
+
+        pooled: a byte for each chunk of `each` hashes. room: for how many blocks the answer has
+        room; a new piece takes that of 3. Each turn goes on to where instances change."""
+        hashes, pieces, going, at = self.of(table), list[Piece](), list[Piece](), 0
+        count, size = len(hashes) // m.HASH_BYTES, m.HASH_BYTES
+        while at < count:
+            if self.left <= 0 or room <= 0:
+                return Covered(at, pieces, True)
+            going = [one for one in going if one.stop > at]
+            name, here = hashes[at * size : (at + 1) * size] + suffix(table), len(going)
+            for instance, there in others if here < replicas else ():
+                self.left -= 1
+                if name in there.named and all(one.there is not there for one in going[:here]):
+                    piece = self._follow(table, at, count, instance, there)
+                    if piece.stop > at:
+                        going.append(piece)
+                        if len(going) == replicas:
+                            break
+            pieces += going[here:]
+            room -= 3 * (len(going) - here)
+            stop = min((one.stop for one in going), default=at)
+            if not going:
+                stop = self._pooled(table, at, pooled, each)
+                if stop == at:
+                    return Covered(at, pieces, self.left <= 0)
+            if len(going) * (stop - at) > room:
+                return Covered(at + max(0, room) // len(going), pieces, True)
+            room -= len(going) * (stop - at)
+            at = stop
+        return Covered(at, pieces)
+
+    def _follow(
+        self, table: int, first: int, stop: int, instance: m.InstanceId, there: InstancePublications
+    ) -> Piece:
+        found = there.follow(table, self.of(table), first, stop, self.left)
+        self.left = found.looks
+        return Piece(table, first, found.stop, instance, there, found.blocks, found.generations)
+
+    def _pooled(self, table: int, at: int, pooled: bytes, each: int) -> int:
+        """How far whole chunks of the pool reach from a block on."""
+        scale = self.tables[table].scale
+        gap = pooled.find(0, at * scale // each)
+        end = (gap if gap >= 0 else len(pooled)) * each // scale
+        return max(at, end)
+
+    # ---- other tables
+
+    def best(self, limit: int, others: Others) -> tuple[int, list[Piece]]:
+        """Where the longest hit ends of which one instance has all that it needs of tables that
+        are not full, and this."""
+        best, whose = 0, list[Piece]()
+        for instance, there in others:
+            end, pieces = self._longest(limit, best, instance, there)
+            if end > best:
+                best, whose = end, pieces
+        return best, whose
+
+    def _longest(
+        self, limit: int, least: int, instance: m.InstanceId, there: InstancePublications
+    ) -> tuple[int, list[Piece]]:
+        """Where an instance's longest hit ends, and its pieces; 0 unless it is longer than `least`.
+
+        Goes from the longest end down. An end is a common one of all tables' blocks, and asks
+        first for what rules most ends out."""
+        unit = lcm(*(table.scale for table in self.tables))
+        tables = [one for one in enumerate(self.tables) if one[1].kind != "full"]
+        tables.sort(key=lambda one: one[1].reach)
+        end = limit // unit * unit
+        while end > least and self.left > 0:
+            pieces = list[Piece]()
+            for number, table in tables:
+                first, stop = needed(table, end)
+                piece = self._follow(number, first, stop, instance, there)
+                if piece.stop < stop:  # all hits that end behind this block need it
+                    lacks = self._below(there, number, piece.stop)
+                    end = min(lacks * table.scale, end - 1) // unit * unit
+                    break
+                pieces.append(piece)
+            else:
+                return end, pieces
+        return 0, []
+
+    def _below(self, there: InstancePublications, table: int, stop: int) -> int:
+        """Behind how many of the first `stop` blocks a hit can end."""
+        if self.tables[table].kind == "local":  # its hits need nothing at the end of a chunk
+            return stop
+        named = there.named
+        while stop > 0 and self.left > 0:
+            first = (stop - 1) // _SCANNED * _SCANNED
+            here = bytes(map(named.__contains__, self._part(table, first)[: stop - first]))
+            self.left -= _SCANNED // COMPARED
+            if (last := here.rfind(1)) >= 0:
+                return first + last + 1
+            stop = first
+        return 0
+
+    def _part(self, table: int, first: int) -> list[bytes]:
+        """The names of `_SCANNED` blocks of a table from `first` on."""
+        if (table, first) not in self._names:
+            size, end = m.HASH_BYTES, suffix(table)
+            hashes = self.of(table)[first * size : (first + _SCANNED) * size]
+            self._names[table, first] = [
+                name + end for (name,) in struct.iter_unpack(f"{size}s", hashes)
+            ]
+        return self._names[table, first]
 
 
 class ResidentDirectory:
@@ -165,12 +383,15 @@ class ResidentDirectory:
         if pooled.has_any(request.namespace):
             present = bytes(pooled.of_all(keys, request.ranks))
         if others:
-            return self._resident(request, others, present)
+            search = HitSearch(request.hashes, others[0][1].tables)
+            found = search.answer(request, others, present, self.FOUND_BLOCKS)
+            self._counters["resident_hits"] += found.end // request.each if found.residents else 0
+            return found
         present = present.partition(b"\0")[0]
         own = self.of.get(request.instance)
         plain = request.pool_only or own is None or own.tables == ONE_FULL
-        found = len(present) * request.each
-        return m.Found(found, min(found, request.limit) if plain else 0, present)
+        pooled_only = len(present) * request.each
+        return m.Found(pooled_only, min(pooled_only, request.limit) if plain else 0, present)
 
     def _others(self, request: m.Find) -> Others:
         """The instances that the asker may read. All have the same tables: the asker's, or those of
@@ -187,48 +408,6 @@ class ResidentDirectory:
                 alike = self._alike(join)
                 return [one for one in alike if one[0] != request.instance]
         return []
-
-    def _resident(self, request: m.Find, others: Others, present: bytes) -> m.Found:
-        tables, each = others[0][1].tables, request.each
-        question, count = HitSearch(request.hashes, tables), len(request.hashes) // m.HASH_BYTES
-        full = [number for number, table in enumerate(tables) if table.kind == "full"]
-        alone = len(tables) == len(full) == 1
-        room = self.FOUND_BLOCKS - sum(
-            4 + min(table.reach, count // table.scale) for table in tables if table.kind != "full"
-        )
-        found, pieces, cut = count, list[Piece](), False
-        for number in full:
-            part = question.covered(
-                number, others, present, each, room // len(full), m.MAX_REPLICAS if alone else 1
-            )
-            found, cut = min(found, part.stop * tables[number].scale), part.cut
-            pieces += part.pieces
-        if alone and cut:
-            found -= found % each
-        end = min(found, request.limit)
-        if alone:
-            end -= end % tables[0].scale
-        else:
-            end, ends = question.best(end, others)
-            pieces += ends
-        if not full:
-            found = max(end, each * len(present[: present.find(0)] if 0 in present else present))
-        runs = [piece.packed(end // tables[piece.table].scale) for piece in pieces]
-        runs = [run for run in runs if run.blocks]
-        runs.sort(key=itemgetter(0, 1))
-        self._count(runs, tables, each)
-        chunks = found // each
-        return m.Found(found, end, present[:chunks] or bytes(chunks), runs, cut=alone and cut)
-
-    def _count(self, runs: list[m.ResidentRun], tables: list[m.BlockTable], each: int) -> None:
-        """Count the chunks that were found in instances, by their first table."""
-        hashes = stop = 0
-        for run in runs:
-            if run.table != runs[0].table:
-                break
-            hashes += max(0, run.stop - max(stop, run.first)) * tables[run.table].scale
-            stop = max(stop, run.stop)
-        self._counters["resident_hits"] += hashes // each
 
 
 def _copy(own: Chunk, theirs: Chunk) -> bytes:

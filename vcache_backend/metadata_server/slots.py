@@ -282,6 +282,8 @@ class SlotRegion:
 
     def __init__(self, info: SegmentInfo, table: SlotsTable) -> None:
         self.info, self.table = info, table
+        self.fds: list[processes.Descriptor] = []
+        """Of the segment and of its table, for clients; closed with this object."""
         self.id, self.device, self.nbytes = info.id, info.device, info.nbytes
         self.medium: Medium = info.medium
         self.state: SegmentState = "live"

@@ -4,9 +4,10 @@ calls with a deadline, and kills it if it hangs.
 
 Mooncake's library holds the GIL while it connects (4.4 s without a master, measured), may take half
 a minute for one call, and crashes if used before its set-up or after its end, but not in the
-process that computes tokens. A message is MessagePack in a frame of multiprocessing's: `[number,
-verb, arguments]` from the parent, `[number, error, answer]` back, in any order. Calls read and
-write the parent's memory. The process ends with its parent.
+process that computes tokens. Each of the parent's threads has a connection, and the process a
+thread for each, so look-ups do not wait for transfers. A message is MessagePack in a frame of
+multiprocessing's: `[verb, arguments]` from the parent, `[error, answer]` back. Calls read and write
+the parent's memory. The process ends with its parent.
 
 The library's return codes:
 - -900, the master did not answer: StoreLost, since each further call would take 4 s to fail.
@@ -32,16 +33,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from itertools import count
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
 
-from vcache_backend import threads
 from vcache_backend.config import MooncakeConfig, mooncake_environment, split_address
 from vcache_backend.errors import ConfigError, VCacheError
 
@@ -81,7 +78,7 @@ ERRORS: dict[str, type[VCacheError]] = {"ConfigError": ConfigError, "StoreLost":
 
 
 class OffloadProcess:
-    """An offload process. Any thread of the parent.
+    """An offload process. Any thread of the parent; each has a connection of its own.
 
     A call that takes too long kills the process. So once a call has returned or raised, nothing
     writes into the call's memory."""
@@ -89,10 +86,8 @@ class OffloadProcess:
     def __init__(self, config: MooncakeConfig, memory: int = -1) -> None:
         """Start the process, which loads the library. memory: a memfd with all buffers that calls
         name. ConfigError if the library does not load, StoreDown."""
-        self._connection, theirs = Pipe()
-        with theirs, socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
-            # It reads at once: one that leaves a call unread for 50 ms is killed.
-            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 50_000))
+        self._control, theirs = socket.socketpair()
+        with theirs:
             settings = msgspec.json.encode(config).decode()
             command = [sys.executable, "-P", "-m", "vcache_backend.offload.process"]
             self._process = subprocess.Popen(
@@ -104,13 +99,10 @@ class OffloadProcess:
                 text=True,
                 errors="replace",
             )
-        self._numbers, self._lock = count(1), threading.Lock()
-        self._calls: dict[int, Future[Any]] = {}
-        self._over = self._leaving = False
+        self._here, self._leaving = threading.local(), False
         self._last_words: deque[str] = deque(maxlen=5)
         self._logger = threading.Thread(target=self._log, daemon=True)
         self._logger.start()
-        threading.Thread(target=self._listen, daemon=True).start()
         try:
             self.call("load", seconds=OPEN_SECONDS)
         except VCacheError:
@@ -119,74 +111,67 @@ class OffloadProcess:
 
     @property
     def alive(self) -> bool:
-        return not (self._over or self._leaving)
+        return not self._leaving and self._process.poll() is None
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def ask(self, verb: str, *arguments: Any) -> Future[Any]:
-        """Send a call. Waits some 50 ms at most. The future's result raises StoreDown."""
-        call: Future[Any] = Future()
-        with self._lock:
-            if self._over:
-                call.set_exception(StoreDown("the offload process has ended"))
-                return call
-            number = next(self._numbers)
-            self._calls[number] = call
-            try:
-                self._connection.send_bytes(msgspec.msgpack.encode([number, verb, arguments]))
-            except OSError:
-                # Half a message may be sent. The listener fails the call.
-                self._process.kill()
-        return call
-
     def call(self, verb: str, *arguments: Any, seconds: float, kill: bool = True) -> Any:
-        """Send a call and wait for the answer. Raises StoreDown; kill: after `seconds` the process
+        """Make a call, and return its answer. Raises StoreDown; kill: after `seconds` the process
         is killed, and all its calls fail."""
         try:
-            return self.ask(verb, *arguments).result(seconds)
-        except TimeoutError:
-            late = f"no answer in {seconds:g} s"
-            if kill:
-                self.kill()
-                late = f"{verb}: {late}; the offload process was killed"
-            raise StoreDown(late) from None
+            connection = self._connection()
+            connection.send_bytes(msgspec.msgpack.encode([verb, arguments]))
+            if not connection.poll(seconds):
+                late = f"no answer in {seconds:g} s"
+                if kill:
+                    self.kill()
+                    late = f"{verb}: {late}; the offload process was killed"
+                raise StoreDown(late)
+            error, answer = msgspec.msgpack.decode(connection.recv_bytes())
+        except (OSError, EOFError, msgspec.DecodeError):
+            # Half a message may be sent.
+            raise StoreDown(self.end()) from None
+        self._here.connection = connection
+        if error is None:
+            return answer
+        if error[0] in ERRORS:
+            self.kill()
+        raise ERRORS.get(error[0], StoreDown)(error[1])
 
     def kill(self) -> None:
         """Kill the process and wait for its end. Running calls fail. Idempotent."""
         self._leaving = True
         self._process.kill()
         self._process.wait()
+        self._control.close()
 
-    def _listen(self) -> None:
-        """Pass answers to callers until the process ends, and reap it. A thread."""
-        ends, broken = False, (OSError, EOFError, msgspec.DecodeError)
-        with threads.survives("the answers of the offload process"), suppress(*broken):
-            while not ends:
-                number, error, answer = msgspec.msgpack.decode(self._connection.recv_bytes())
-                # The caller reports the reason.
-                ends = error is not None and error[0] in ERRORS
-                self._leaving |= ends
-                call = self._calls.pop(number)
-                if error is None:
-                    call.set_result(answer)
-                else:
-                    call.set_exception(ERRORS.get(error[0], StoreDown)(error[1]))
-        # Also after an error: a process whose answers nobody reads is started again.
-        self._process.kill()
-        code = self._process.wait()
-        with self._lock:
-            self._over = True
+    def end(self) -> str:
+        """Kill the process, and say how it ended. Logs an end that nobody wanted."""
+        wanted = self._leaving
+        self.kill()
         # No longer: a child of the process may keep the output open.
         self._logger.join(1.0)
         said = " | ".join(self._last_words) or "it said nothing"
-        last = f"the offload process ended ({code}): {said}"
-        while self._calls:
-            self._calls.popitem()[1].set_exception(StoreDown(last))
-        if not self._leaving:
+        last = f"the offload process ended ({self._process.returncode}): {said}"
+        if not wanted:
             log.warning("%s; it is started again", last)
-        self._connection.close()
+        return last
+
+    def _connection(self) -> Connection:
+        """This thread's connection, or a new one: a thread keeps its connection only if no answer
+        is to come. OSError if the process has ended."""
+        if (kept := self._here.__dict__.pop("connection", None)) is not None:
+            return kept  # type: ignore[no-any-return]
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            # It reads at once. One that leaves a call unread for 50 ms is killed; so is one that
+            # stops in the middle of an answer.
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 50_000))
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 1, 0))
+            socket.send_fds(self._control, [b"\0"], [theirs.fileno()])
+            return Connection(ours.detach())
 
     def _log(self) -> None:
         """Log the library's output, for debugging. A thread."""
@@ -354,31 +339,26 @@ def _way_to(master: str, seconds: float) -> str:
 
 
 def serve(connection: Connection, store: Mooncake) -> None:
-    """Run the calls of the parent. Look-ups do not wait for transfers."""
-    sending = threading.Lock()
-    asks = ThreadPoolExecutor(16, "ask")
-    # Linux changes the niceness of a thread only. The library moves bytes in its own threads, and
-    # the calling thread spins meanwhile (0.3.13): with few cores it would take their time. On two
-    # cores 512 MiB came 15 % faster. With niceness 19, a load waited 0.3 s beside computing
-    # threads.
-    transfers = ThreadPoolExecutor(16, "transfer", os.nice, (10,))
-
-    def make(number: int, verb: str, arguments: Sequence[Any]) -> None:
-        error, answer = None, None
-        try:
-            answer = getattr(store, verb)(*arguments)
-        except Exception as raised:  # noqa: BLE001
-            # The parent must not wait for an answer that never comes. The error may contain a file
-            # name that is not text.
-            kind = type(raised).__name__
-            said = f"{raised}" if isinstance(raised, VCacheError) else f"{verb}: {kind}: {raised}"
-            error = kind, said.encode(errors="replace").decode()
-        with sending:
-            connection.send_bytes(msgspec.msgpack.encode([number, error, answer]))
-
-    while True:
-        number, verb, arguments = msgspec.msgpack.decode(connection.recv_bytes())
-        (transfers if verb in ("get", "put") else asks).submit(make, number, verb, arguments)
+    """Make the calls of one of the parent's threads."""
+    with connection, suppress(OSError, EOFError):
+        while True:
+            verb, arguments = msgspec.msgpack.decode(connection.recv_bytes())
+            if verb in ("get", "put"):
+                # The library moves bytes in its own threads, and the calling thread spins meanwhile
+                # (0.3.13): with few cores it would take their time. On two cores 512 MiB came 15 %
+                # faster. With niceness 19, a load waited 0.3 s beside computing threads. Linux
+                # changes the niceness of a thread only.
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+            error, answer = None, None
+            try:
+                answer = getattr(store, verb)(*arguments)
+            except Exception as raised:  # noqa: BLE001
+                # The parent must not wait for an answer that never comes. The error may contain a
+                # file name that is not text.
+                kind, ours = type(raised).__name__, isinstance(raised, VCacheError)
+                said = f"{raised}" if ours else f"{verb}: {kind}: {raised}"
+                error = kind, said.encode(errors="replace").decode()
+            connection.send_bytes(msgspec.msgpack.encode([error, answer]))
 
 
 def _end_with(parent: int) -> None:
@@ -396,8 +376,11 @@ def main() -> None:
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     settings = msgspec.json.decode(sys.argv[4], type=MooncakeConfig)
-    with suppress(OSError, EOFError):
-        serve(Connection(fd), Mooncake(settings, memory))
+    store = Mooncake(settings, memory)
+    with socket.socket(fileno=fd) as control, suppress(OSError):
+        while fds := socket.recv_fds(control, 1, 1)[1]:
+            given = Connection(fds[0]), store
+            threading.Thread(target=serve, args=given, daemon=True).start()
     # Skip the library's own clean-up: calls may be running.
     os._exit(0)
 

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from time import perf_counter
 from typing import Any
 
@@ -80,9 +81,10 @@ class Store:
         return self._call("put", "put", names, places) or [FAILED] * len(names)
 
     def forget(self, name: str) -> None:
-        """Remove an object in the background. Failures are ignored."""
+        """Remove an object within `call_seconds`. Failures are ignored."""
         if (process := self._usable_process()) is not None:
-            process.ask("remove", [name])
+            with suppress(StoreDown):
+                process.call("remove", [name], seconds=self._config.call_seconds, kill=False)
 
     def snapshot(self) -> dict[str, Any]:
         process = self._process
@@ -159,6 +161,8 @@ class Store:
         """Start a missing process, and open the store. Returns whether the store answers."""
         try:
             if self._process is None or not self._process.alive:
+                if self._process is not None:
+                    self._process.end()
                 self._process = OffloadProcess(self._config.mooncake, self.memory)
                 self._started += 1
             if settings := self._process.call("open", seconds=OPEN_SECONDS):

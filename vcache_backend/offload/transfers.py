@@ -25,7 +25,7 @@ from vcache_backend.offload.objects import HEADER_BYTES, BadObject, Format
 from vcache_backend.offload.process import STORED, Place
 from vcache_backend.offload.store import Store
 from vcache_backend.protocol.client import Client
-from vcache_backend.protocol.messages import ChunkKey, SlotRun
+from vcache_backend.protocol.messages import ChunkKey, Pinned, SlotRun
 from vcache_backend.seals import RESIZING
 from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.transfer.stats import EngineStats
@@ -313,15 +313,17 @@ class Writer:
                 self._outbox.after(self._ready, self._write)
 
     def _copied(self, keys: list[ChunkKey]) -> list[tuple[str, Place]]:
-        """Copy leading chunks that the store lacks from the pool into buffers. Returns the objects'
-        names and places, of the chunks that did not change meanwhile. VCacheError if the server
-        does not answer."""
+        """Copy chunks that the store lacks from the pool into buffers. Returns the objects' names
+        and places, of the chunks that did not change meanwhile. VCacheError if the server does not
+        answer."""
+        present = self._client.present(keys).present
+        here = [key for key, there in zip(keys, present, strict=True) if there]
         # Recent, but not kept from eviction: nobody ends a pin once the chunks are copied.
-        pinned = self._client.pin(keys, 0.0)
-        names = [objects.name(key, pinned.epoch) for key in keys]
+        pinned = self._client.pin(here, 0.0) if here else Pinned([])
+        names = [objects.name(key, pinned.epoch) for key in here]
         stored = self._store.exist(names)
         sealed = [one for run in pinned.runs for one in self._copied_run(run, names, stored)]
-        self._dropped("gone", stored.count(False) - len(sealed))
+        self._dropped("gone", len(keys) - stored.count(True) - len(sealed))
         return sealed
 
     def _copied_run(

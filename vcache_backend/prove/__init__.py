@@ -28,10 +28,9 @@ from vcache_backend.protocol.client import Client
 from vcache_backend.supported import VLLM
 from vcache_backend.vram_pool.devices import gpus
 
-from .answers import EXPONENT, MASK, STEP, alike, ask, difference
 from .instance import CPU_ENVIRONMENT, ENVIRONMENT
 from .model import TINY_LLAMA, write_model
-from .prompts import Hit, Prompts
+from .prompts import EXPONENT, MASK, STEP, Hit, Prompts, alike, ask, difference
 
 CHUNK, ANSWER, TAIL = 64, 16, 8
 """Tokens of a chunk, of an answer that is compared, and of a prompt behind its last chunk."""

@@ -120,10 +120,10 @@ class TokenHasher:
 # ---- vLLM's
 
 
-def block_hashes(hashes: Sequence[bytes], first: int, stop: int, *computed_with: bytes) -> bytes:
-    """Make the hashes of the blocks [first, stop), `HASH_BYTES` each. hashes: vLLM's, SHA-256.
-    computed_with: digests of 32 bytes, for example `adapter_digest`; empty digests do not count."""
-    whole = np.frombuffer(b"".join(hashes[first:stop]), dtype="<u8")
+def block_hashes(hashes: Sequence[bytes], *computed_with: bytes) -> bytes:
+    """Make the hashes of blocks, `HASH_BYTES` each. hashes: vLLM's, SHA-256. computed_with: digests
+    of 32 bytes, for example `adapter_digest`; empty digests do not count."""
+    whole = np.frombuffer(b"".join(hashes), dtype="<u8")
     made: npt.NDArray[np.uint64] = whole.reshape(-1, 4)[:, :2]
     if any(computed_with):
         made = made ^ np.frombuffer(_mask(*filter(None, computed_with)), dtype="<u8")

@@ -18,17 +18,19 @@ from typing import Any
 import msgspec
 
 from vcache_backend.children import Child
-from vcache_backend.prove.answers import (
+from vcache_backend.prove.prompts import (
+    ANY,
     EXPONENT,
     LOGPROBS,
     MASK,
     SECONDS,
     STEP,
+    Hit,
+    Prompts,
     alike,
     ask,
     difference,
 )
-from vcache_backend.prove.prompts import ANY, Hit, Prompts
 
 from ...results import OutOfTime, Row, fraction
 from ..fleet import Fleet, Run

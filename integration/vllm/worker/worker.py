@@ -21,7 +21,7 @@ from vcache_backend.protocol.messages import ChunkKey, InstanceId, of_rank
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copies.geometry import PagedKV
 
-from ... import vllm_memory
+from ...around_vllm import beside_vllm
 from ..metadata import QUIET, Link, PublicationSpec, StepMetadata, WorkerReport
 from ..model import compat, groups
 from ..model import spec as model_spec
@@ -128,7 +128,7 @@ class VCacheWorker:
         session = Session(
             self._config,
             model_spec.layout(self._model, [shard], self._config.engine.chunk_size, b""),
-            over_budget=vllm_memory.beside_vllm(self._vllm),
+            over_budget=beside_vllm(self._vllm),
             anonymous=True,
             rank=self._rank,
             kv_device=str(kv.device),

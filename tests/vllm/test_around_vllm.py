@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vcache_backend.integration.served_at import served_at
+from vcache_backend.integration.around_vllm import served_at
 
 
 @pytest.mark.parametrize(
