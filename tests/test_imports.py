@@ -26,9 +26,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 GPU_CODE = ("torch", "triton", "numpy", "cuda", "vllm", "lmcache", "mooncake")
 DOORS = ("vcache_backend.integration", "integration", "benchmarks")
 
-TOOLS = tuple(
-    f"vcache_backend.{name}" for name in ("cli", "doctor", "prove", "status", "tables", "top")
-)
+TOOLS = tuple(f"vcache_backend.{name}" for name in ("cli", "doctor", "prove", "status", "tables"))
 """On top of everything."""
 ROOMS = ("protocol", "metadata_server", "vram_pool", "resident", "offload", "transfer", "engine")
 """From the bottom up: none imports one above it, but for what `offload` shares with `transfer`:

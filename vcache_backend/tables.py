@@ -1,9 +1,10 @@
-"""The output of commands: tables of 80 columns, and JSON."""
+"""The output of commands: tables of 80 columns, a live screen, and JSON."""
 
 from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
 import time
 from collections import Counter
@@ -11,17 +12,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from vcache_backend.config import ByteSize
+from vcache_backend.errors import ConfigError, VCacheError, printable
 from vcache_backend.proofs import Proof
 from vcache_backend.protocol import messages as m
 from vcache_backend.status import duration, edges, saved, state, trouble, verdict
 
 _STYLES = {"ok": "green", "warn": "yellow", "error": "bold red", "fail": "bold red"}
 if TYPE_CHECKING:
+    from vcache_backend.protocol.client import Client
     from vcache_backend.prove import Shown
 
 Cell = str | Text
@@ -197,3 +201,32 @@ def _mismatches(stats: m.ServerStats) -> Table:
             rows.append((model, field, value or "–", names, advice))
             texts = "", "", ""
     return table("Not shared", ("~model", "~field", "~value", "~instances", "~what to do"), rows)
+
+
+# ---- `vcache top`
+
+
+def live(client: Client) -> None:
+    """Show the status each second, until SIGINT or SIGTERM. For the main thread. Goes on while the
+    server is away. Raises ConfigError if stdout is no terminal."""
+    if not sys.stdout.isatty():
+        raise ConfigError("vcache top needs a terminal; `vcache status` prints the status once")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _end)
+    with Live(screen=True, auto_refresh=False) as screen:
+        while True:
+            screen.update(_picture(client), refresh=True)
+            time.sleep(1)
+
+
+def _picture(client: Client) -> Group:
+    """Ask the server once."""
+    try:
+        return Group(*status(client.stats()))
+    except VCacheError as error:
+        return Group(Text(printable(str(error)), "bold red"))
+
+
+def _end(number: int, frame: object) -> None:
+    """Leave `live`, which gives the terminal back."""
+    raise SystemExit(0)

@@ -23,7 +23,7 @@ from ..around_vllm import beside_vllm, join_log, served_at
 from ..vllm.model import spec as model_spec
 from . import hooks
 from .boundary import WORKER, settings_of
-from .instance import NO_TIER, Instance, discover, hash_probe, refusal
+from .instance import Instance, discover, hash_probe, refusal
 from .worker import LMCacheWorker
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ def _begin(config: Any, metadata: Any, backend: VCacheBackend) -> LMCacheWorker:
     if settings.connector.start_server:
         start.try_ensure(settings)
     if settings.offload.policy != "off":
-        log.warning("%s", NO_TIER)
+        log.warning("vcache: there is no offload tier behind LMCache: nothing is offloaded")
     # LMCache's `recreate_backend` makes a new backend of ours, even for another tier.
     tiers = getattr(engine.storage_manager, "storage_backends", {})
     for before in list(tiers.values()):

@@ -108,7 +108,6 @@ def hash_probe(token_database: Any) -> str:
 # ---- where the plugin must not work
 
 _OURS = 'start vLLM with "kv_connector":"VCacheConnector"'
-NO_TIER = f"vcache: there is no offload tier behind LMCache, and nothing is offloaded: {_OURS}"
 _REPLACED = (
     "use_layerwise",
     "enable_blending",

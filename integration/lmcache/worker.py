@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 
 MOST_HITS = 1024
 """The most hits that are kept; the oldest go first. Requests that never run leave hits behind."""
-MOST_SECONDS, PAUSE_SECONDS = 5.0, 0.02
-"""How long a store waits for the steps that confirm it, and how often it checks."""
+MOST_SECONDS = 5.0
+"""How long a store waits for the steps that confirm it."""
 _UNSCOPED = (
     "requests come without vcache's tag, so that LoRA and cache_salt cannot be told apart; nothing "
     "of them is cached. Unless they are for pooling, vLLM did not load the plugin `vcache`: add it "
@@ -224,7 +224,7 @@ class LMCacheWorker:
             arrived = self._number >= number + self._depth
             if arrived or self._voided > word.voided or self.closed or monotonic() > until:
                 return arrived and self._voided == word.voided
-            sleep(PAUSE_SECONDS)
+            sleep(0.02)
             return None
 
         return holds

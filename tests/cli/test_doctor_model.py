@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from test_doctor_machine import config, only
+from test_doctor import config, only
 from vllm_cases import beside_vllm, doctor_report, needs_vllm
 
 from vcache_backend.config import Config

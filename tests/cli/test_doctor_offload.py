@@ -12,18 +12,16 @@ import pytest
 from mooncake_cases import needs_mooncake, own_depot
 from mooncake_store import Depot
 from processes import SECONDS
-from test_doctor_machine import by_check, only
+from test_doctor import by_check, only
 from typer.testing import CliRunner
 
 from benchmarks.processes import free_ports
+from vcache_backend import doctor
 from vcache_backend.cli import app
 from vcache_backend.config import Config, from_dict
-from vcache_backend.doctor import Finding, check_offload
-from vcache_backend.doctor import offload as store_checks
+from vcache_backend.doctor import LIBRARY, MASTER, PROVIDER, Finding, check_offload
 
 __all__ = ["own_depot"]
-
-LIBRARY, MASTER, PROVIDER = store_checks.LIBRARY, store_checks.MASTER, store_checks.PROVIDER
 
 
 def config(master: str = "", policy: str = "write_through", **mooncake: Any) -> Config:
@@ -36,7 +34,7 @@ def findings(of: Config) -> dict[str, Finding]:
 
 
 def test_a_tier_that_is_off_is_one_line_and_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(store_checks, "check_store")
+    monkeypatch.delattr(doctor, "check_store")
     finding = only(check_offload(config(policy="off")))
     assert (finding.check, finding.status, finding.detail[:5]) == ("offload", "ok", "off: ")
 
@@ -98,6 +96,6 @@ def test_a_library_that_cannot_load_crashes_or_hangs_is_a_finding(
     ):
         monkeypatch.setattr("vcache_backend.offload.process.OPEN_SECONDS", seconds)
         (tmp_path / "mooncake.py").write_text(f"import ctypes, time\n{text}")
-        finding = only(store_checks.check_store(config()))
+        finding = only(doctor.check_store(config()))
         assert (finding.check, finding.status) == (LIBRARY, "fail")
         assert said in finding.detail

@@ -118,10 +118,10 @@ def status(config_file: ConfigFile = None, socket: Socket = None, as_json: Json 
 @app.command()
 def top(config_file: ConfigFile = None, socket: Socket = None) -> None:
     """Show the status live, on one screen, until Ctrl-C."""
-    from vcache_backend.top import run
+    from vcache_backend import tables
 
     with command.client(config_file, socket, reconnect=True) as client:
-        run(client)
+        tables.live(client)
 
 
 _OFFLOAD = "Also clear the offload tier, which other nodes may share: see docs/mooncake.md."

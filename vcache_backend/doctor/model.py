@@ -16,7 +16,7 @@ import msgspec
 
 from vcache_backend import config as configuration
 from vcache_backend.config import ByteSize, Config
-from vcache_backend.doctor.machine import Finding, fail, ok
+from vcache_backend.doctor import Finding, fail, ok
 from vcache_backend.errors import MAX_LINE_CHARS, printable
 
 _KINDS = {

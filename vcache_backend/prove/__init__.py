@@ -34,9 +34,6 @@ from .prompts import EXPONENT, MASK, STEP, Hit, Prompts, alike, ask, difference
 
 CHUNK, ANSWER, TAIL = 64, 16, 8
 """Tokens of a chunk, of an answer that is compared, and of a prompt behind its last chunk."""
-START_SECONDS, TOLD_SECONDS, SLACK_SECONDS = 600.0, 10.0, 180.0
-"""How long an instance may take to start, and to end what it was told to; how often that is
-told."""
 _PATIENT = ClientConfig(connect_seconds=5.0, request_seconds=10.0, control_seconds=30.0)
 _OWN = {"kv_transfer_params": {"vcache": {"load": False, "store": False}}}
 _LOADS = {"kv_transfer_params": {"vcache": {"store": False}}}
@@ -115,7 +112,7 @@ class Pair:
             for name, visible in zip(("writer", "reader"), _visible(found), strict=True)
         )
         for child in (self.writer, self.reader):
-            self._wait(child, f"{child.name} starts", START_SECONDS)
+            self._wait(child, f"{child.name} starts", 600.0)
         facts = self.writer.ask("facts")
         self._tokens = facts["blocks"] * facts["block"]
         self._prompts = Prompts(facts["vocabulary"], CHUNK, facts["block"], tail=TAIL)
@@ -206,7 +203,7 @@ class Pair:
             child.send("churn", seed=seed, **told)
         total = Counter[str]()
         for child in children:
-            total.update(self._wait(child, "under load", seconds + SLACK_SECONDS))
+            total.update(self._wait(child, "under load", seconds + 180.0))
         requests = total.pop("requests")
         said = [f"{count:,} {name}" for name, count in total.items()]
         said.append(f"{self._found() - found:,} tokens from the other one")
@@ -229,7 +226,7 @@ class Pair:
             ask(self.reader, self._prompts.new(self._settings.longest // 2), 1, extra=_OWN)
 
     def _wait(self, child: Child, what: str, seconds: float) -> Any:
-        """The child's next answer, with word of it now and then. ChildFailed."""
+        """The child's next answer, with word of it every ten seconds. ChildFailed."""
         began, told = time.monotonic(), 0.0
         while not child.has_answered and (spent := time.monotonic() - began) < seconds:
             if dead := [one for one in (self.writer, self.reader) if not one.alive]:
@@ -237,7 +234,7 @@ class Pair:
                 break
             if spent >= told:
                 self._tell(f"{what}, {spent:.0f} s" if told else what)
-                told += TOLD_SECONDS
+                told += 10.0
             time.sleep(0.1)
         return child.answer(0.0)
 

@@ -41,8 +41,6 @@ CPU_ENVIRONMENT = {
 }
 """Of processes with vLLM."""
 SECONDS = 120.0
-AT_ONCE = 8
-"""How many requests run at a time in `churn`."""
 
 
 class Serving:
@@ -104,13 +102,13 @@ class Serving:
                 )
 
     def churn(self, prompts: list[list[int]], count: int, seconds: float, seed: int) -> Any:
-        """Run random ones of `prompts` for so many seconds, `AT_ONCE` at a time, for `count` tokens
+        """Run random ones of `prompts` for so many seconds, eight at a time, for `count` tokens
         each. Some are aborted. Resets take the blocks of running requests; some also reset the
         namespace. How often each happened."""
         choice, happened, names = random.Random(seed), Counter[str](), set[str]()
         before, end = self._preemptions(), time.monotonic() + seconds
         while names or time.monotonic() < end:
-            if len(names) < AT_ONCE and time.monotonic() < end:
+            if len(names) < 8 and time.monotonic() < end:
                 names.add(self._add(choice.choice(prompts), choice.randint(1, count)))
                 happened["requests"] += 1
             if choice.random() < 0.02 and names:

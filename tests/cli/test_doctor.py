@@ -19,7 +19,7 @@ from processes import stage
 
 from vcache_backend import doctor, proofs
 from vcache_backend.config import Config, from_dict
-from vcache_backend.doctor import Finding, diagnose, machine, offload
+from vcache_backend.doctor import Finding, diagnose
 from vcache_backend.proofs import Combination, Proof
 from vcache_backend.protocol.messages import PROTOCOL_VERSION
 
@@ -48,7 +48,7 @@ def only(findings: Iterable[Finding]) -> Finding:
 def test_without_a_gpu_host_memory_is_used_and_a_check_that_breaks_is_a_finding(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "has_nvidia", lambda: False)
+    monkeypatch.setattr(doctor, "has_nvidia", lambda: False)
     findings = by_check(diagnose(config))
     assert len(findings) > 8
     assert findings["gpus"] == Finding("gpus", "ok", "no NVIDIA GPU: segments will be host memory")
@@ -76,7 +76,7 @@ def test_versions_are_compared_as_numbers(
 ) -> None:
     real, status = metadata.version, VERSIONS[name, version]
     monkeypatch.setattr(metadata, "version", lambda one: version if one == name else real(one))
-    finding = by_check(machine.check_packages(config))[name]
+    finding = by_check(doctor.check_packages(config))[name]
     assert (finding.status, version in finding.detail) == (status, True)
     assert status == "ok" or f"pip install '{name}>=" in finding.advice
 
@@ -87,12 +87,12 @@ def test_a_newer_vllm_was_proved_here_or_is_to_be(
     real = metadata.version
     monkeypatch.setattr(metadata, "version", lambda one: "0.99.0" if one == "vllm" else real(one))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    found = by_check(machine.check_packages(config))["vllm"]
+    found = by_check(doctor.check_packages(config))["vllm"]
     assert (found.status, "run `vcache prove`" in found.advice) == ("warn", True)
     made = Combination(vllm="0.99.0", torch="2.13.0", device="NVIDIA H200", share="in_place")
     proofs.write(Proof(combination=made, date="2026-12-01", model=""))
     said = "0.99.0, proved 2026-12-01: in_place on NVIDIA H200, torch 2.13.0"
-    assert by_check(machine.check_packages(config))["vllm"] == Finding("vllm", "ok", said)
+    assert by_check(doctor.check_packages(config))["vllm"] == Finding("vllm", "ok", said)
 
 
 @pytest.mark.parametrize("policy", ["off", "write_through"])
@@ -104,34 +104,34 @@ def test_a_missing_package_is_a_failure_only_where_it_is_needed(
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    monkeypatch.setattr(machine, "has_nvidia", lambda: nvidia)
+    monkeypatch.setattr(doctor, "has_nvidia", lambda: nvidia)
     config = from_dict({"offload": {"policy": policy}})
-    found = by_check(machine.check_packages(config))
+    found = by_check(doctor.check_packages(config))
     needed = {"cuda-bindings"} if nvidia else set()
     if policy != "off":
         needed |= {"mooncake-transfer-engine", "xxhash"}
         assert "transfer-engine-non-cuda" in found["mooncake-transfer-engine"].advice
     assert {name for name, one in found.items() if one.status == "fail"} == needed
-    assert offload.LIBRARY not in by_check(doctor.check_offload(config))
+    assert doctor.LIBRARY not in by_check(doctor.check_offload(config))
 
 
 def test_a_plugin_that_vllm_was_told_not_to_load_is_a_failure(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "lora_filesystem_resolver")
-    finding = by_check(machine.check_packages(config))["plugin"]
+    finding = by_check(doctor.check_packages(config))["plugin"]
     said = "set VLLM_PLUGINS=lora_filesystem_resolver,vcache, or unset it"
     assert (finding.status, said in finding.advice) == ("fail", True)
     monkeypatch.setenv("VLLM_PLUGINS", "vcache,lora_filesystem_resolver")
-    assert "plugin" not in by_check(machine.check_packages(config))
+    assert "plugin" not in by_check(doctor.check_packages(config))
 
 
 def test_what_the_kernel_lacks_is_named(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pidfd_open", lambda pid: os.open("/nonexistent", os.O_RDONLY))
-    assert "without memfd_create or pidfd_open" in only(machine.check_kernel(config)).detail
+    assert "without memfd_create or pidfd_open" in only(doctor.check_kernel(config)).detail
     monkeypatch.setattr(platform, "release", lambda: "4.18.0-553.el8_10.x86_64")
     said = "Linux 4.18.0-553.el8_10.x86_64", "vcache needs Linux 5.4 or later"
-    assert only(machine.check_kernel(config)) == Finding("kernel", "fail", *said)
+    assert only(doctor.check_kernel(config)) == Finding("kernel", "fail", *said)
 
 
 # ---- GPUs
@@ -141,8 +141,8 @@ def test_gpus_and_their_links_are_reported(
     config: Config, monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda
 ) -> None:
     """Of a machine with two fake GPUs."""
-    monkeypatch.setattr(machine, "has_nvidia", lambda: True)
-    findings = by_check(machine.check_gpus(config))
+    monkeypatch.setattr(doctor, "has_nvidia", lambda: True)
+    findings = by_check(doctor.check_gpus(config))
     assert findings["gpu 1"].detail == f"Fake H200, {UUIDS[1]}, 5 MiB of 64 MiB free"
     assert findings["peer 0 reads 1"] == Finding("peer 0 reads 1", "ok", "NVLink")
     assert findings["driver"].detail.endswith("CUDA 13.0")
@@ -163,12 +163,12 @@ def test_a_server_that_answers_is_fine_and_who_cannot_share_is_named(config: Con
     with stage(config.server.path.parent) as here:
         here.path = config.server.path
         here.server()
-        finding = only(machine.check_server(config))
+        finding = only(doctor.check_server(config))
         said = f"{here.path} answers, protocol {PROTOCOL_VERSION}, epoch "
         assert (finding.status, finding.detail.startswith(said)) == ("ok", True)
         for dtype in ("bfloat16", "float16"):
             here.client(layout={"model": "m", "namespace": dtype, "dtype": dtype})
-        mismatch = only(one for one in machine.check_server(config) if one.check == "sharing")
+        mismatch = only(one for one in doctor.check_server(config) if one.check == "sharing")
     assert (mismatch.status, mismatch.advice) == ("warn", "see `vcache status`")
     assert mismatch.detail.endswith("lends memory; and 2 more")
 
@@ -177,22 +177,22 @@ def test_no_server_is_a_warning_that_says_how_to_start_one_and_others_are_failur
     config: Config,
 ) -> None:
     path = config.server.path
-    finding = only(machine.check_server(config))
+    finding = only(doctor.check_server(config))
     assert (finding.status, finding.advice) == ("warn", "start one with `vcache serve`")
     assert str(path) in finding.detail
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left_over:
         left_over.bind(str(path))
-    assert only(machine.check_server(config)).status == "warn"
+    assert only(doctor.check_server(config)).status == "warn"
     path.unlink()
     default = from_dict({})
     starts = msgspec.structs.replace(config, connector=default.connector)
-    assert only(machine.check_server(starts)).advice.startswith("the first instance starts one")
+    assert only(doctor.check_server(starts)).advice.startswith("the first instance starts one")
     path.write_text("no socket")
-    finding = only(machine.check_server(config))
+    finding = only(doctor.check_server(config))
     assert (finding.status, "is not a socket" in finding.detail) == ("fail", True)
     path.unlink()
     path.symlink_to(path)
-    finding = only(machine.check_server(config))
+    finding = only(doctor.check_server(config))
     assert (finding.status, finding.advice) == ("fail", "look at that path, and at server.socket")
 
 
@@ -220,7 +220,7 @@ def test_a_hung_server_and_somebody_else_who_listens_there_are_failures(
 
         thread = threading.Thread(target=serve)
         thread.start()
-        finding = only(machine.check_server(config))
+        finding = only(doctor.check_server(config))
         thread.join(10)
     assert (finding.check, finding.status) == ("server", "fail")
     assert finding.advice.startswith(advice)
