@@ -61,10 +61,10 @@ class VCacheScheduler:
         )
         self.publications = context.publications
         self._requests: dict[str, Tracked] = {}
-        self.lookups, self.waits = Lookups(context, meter), Waits(context, meter)
+        self.lookups, self._waits = Lookups(context, meter), Waits(context, meter)
         self._promises = PromiseSender(context, self.lookups)
         self._planner = StorePlanner(context, self.lookups, compat.spec_kind(kv_cache_config))
-        parts = self.lookups, self.waits, self._promises, self._planner
+        parts = self.lookups, self._waits, self._promises, self._planner
         self.resets = Resets(context, self._requests, *parts)
         self.duplicates: Duplicates | None = None
         """None until vLLM has shown its block pool, and unless KV caches are shared in place and
@@ -91,6 +91,10 @@ class VCacheScheduler:
         """The workers know the instance's name, under which they show their KV caches."""
 
     # ---- the start and the end
+
+    def open_nothing(self) -> None:
+        """See `Waits.open_nothing`."""
+        self._waits.open_nothing()
 
     def watch(self, pool: Any, fail: Callable[[str, Exception], None]) -> None:
         """Note vLLM's `BlockPool`, which vLLM shows before the first request. fail: see
@@ -161,7 +165,7 @@ class VCacheScheduler:
 
     def _decide(self, tracked: Tracked) -> LookupDecision:
         """Look the request up, and decide what becomes of it."""
-        context, lookups, waits, local = self.context, self.lookups, self.waits, tracked.local
+        context, lookups, waits, local = self.context, self.lookups, self._waits, tracked.local
         if (
             not tracked.may_load
             or self.resets.clearing
@@ -204,7 +208,7 @@ class VCacheScheduler:
         """Prepare the load of `external` tokens into `blocks`, reserved for the request."""
         tracked = self._requests[request.request_id]
         tracked.supplied = tracked.local + external
-        self.waits.on_load(tracked)
+        self._waits.on_load(tracked)
         tracked.load = self._planner.load(tracked, blocks.get_block_ids())
         self._promises.on_load(tracked)
         self._loads.append(tracked.load)
@@ -228,7 +232,7 @@ class VCacheScheduler:
             self.context.blocks.kept_out.discard(name)
         if tracked is not None:
             self._promises.withdraw(tracked)
-            self.waits.over(tracked)
+            self._waits.over(tracked)
             if tracked.load is not None:
                 self._cancelled.add(name)
             elif self.duplicates is not None:
@@ -273,7 +277,7 @@ class VCacheScheduler:
             self._planner.plan(output, requests, meta)
         for name, computed in beginning:
             if (tracked := requests.get(name)) is not None:
-                self.waits.over(tracked)
+                self._waits.over(tracked)
                 self._promises.on_start(tracked, computed)
                 if self._unserved is not None:
                     self._unserved.began(tracked, computed)
@@ -301,7 +305,8 @@ class VCacheScheduler:
             if decision.again:
                 continue
             if decision.wait is None:
-                self.waits.over(tracked, "withdrawn")
+                if tracked.wait.present:
+                    self._waits.over(tracked, "withdrawn")
                 del self._open[name]
             told.append(self._planner.more(tracked, decision.tokens > 0))
         return told
@@ -325,9 +330,8 @@ class VCacheScheduler:
     def update(self, output: Any) -> None:
         """Handle the workers' reports after a step."""
         report = getattr(output, "kv_connector_worker_meta", None)
-        invalid = getattr(output, "invalid_block_ids", None) or frozenset()
         if report is not None and isinstance(report, WorkerReport):
-            self._note(report, invalid)
+            self._note(report, getattr(output, "invalid_block_ids", None) or frozenset())
             if self._spans is not None:
                 self._spans.loaded(report.spans)
         self._ask_for_waiting()
@@ -335,14 +339,10 @@ class VCacheScheduler:
             # Otherwise a later request of this name would be cancelled.
             self._cancelled.discard(name)
             if (tracked := self._requests.get(name)) is not None:
-                load, own = tracked.load, self.publications
-                if load and load.publication and own and not invalid.isdisjoint(load.blocks):
-                    # No worker has published its blocks: the next steps do.
-                    own.generations.void([block for block in load.blocks if block >= 0])
                 tracked.load = None
                 if self._open.pop(name, None) is not None:
                     # Its blocks have changed.
-                    self.waits.over(tracked, "withdrawn")
+                    self._waits.over(tracked, "withdrawn")
 
     # ---- inside
 
@@ -353,9 +353,9 @@ class VCacheScheduler:
     def _ask_for_waiting(self) -> None:
         """Ask for what requests wait for, shortly before vLLM schedules: by then the answers have
         come."""
-        for tracked in self.waits.waiting.values():
+        for tracked in self._waits.waiting.values():
             wait = tracked.wait.present
-            if wait and tracked.lookup.question is None and self.waits.is_due(tracked):
+            if wait and tracked.lookup.question is None and self._waits.is_due(tracked):
                 self.lookups.probe(tracked, wait.probes)
 
     def _learn(self) -> None:

@@ -185,7 +185,8 @@ def opens(here: Node, owner: Instance, tokens: list[int], chunks: int = 6) -> No
     owner.add("first", tokens)
     computes(here, owner, chunks // 2)
     here.b.add("second", tokens, params=announced(80))
-    assert pulls(here.b, 4) == 1
+    # A new owner's KV cache is mapped in the background.
+    eventually(lambda: pulls(here.b, 1))
 
 
 def pulls(instance: Instance, steps: int) -> int:
@@ -260,8 +261,4 @@ def test_what_does_not_come_is_computed(here: Node, mishap: str, end: str) -> No
     assert counts(b, end)[0] == before + 1
     assert second.agrees(here.aside.one(tokens))
     owner.kill()
-    if not mishap.startswith("reset"):
-        # It tells of all that it has.
-        assert b.ask("told")
-        assert here.a.again(tokens).cached == 10 * CHUNK
     assert b.again(tokens).agrees(second)
