@@ -57,9 +57,6 @@ def test_what_a_client_says_is_one_printable_line(lines: Any) -> None:
     assert len(said[0]) < MAX_LINE_CHARS + 100
 
 
-# ---- a whole process
-
-
 def test_the_log_of_such_a_server_is_bounded_and_keeps_what_it_said_last(tmp_path: Path) -> None:
     code = """
 import logging, sys
