@@ -11,6 +11,7 @@
 #   equal    200 hits each in place, through a pool and through LMCache beside each other, with their control   6 minutes; WAYS=in_place: that alone
 #   speed    in place and through a pool: async_ttft, the scheduler's time, misses                  7 minutes; nothing beside it
 #   prove    vcache prove, in place and through a pool                                              2 minutes on one GPU
+#   multi    200 hits each of VCacheMultiConnector beside LMCache's server: in place, and LMCache's   4 minutes on one GPU
 #   decode   what a step that only decodes costs, beside vLLM alone                                       4 minutes on one GPU; nothing beside it
 #   short    short_tax in place                                                                     4 minutes; nothing beside it
 #   tables   in place, hits that end as vLLM's own do, bit for bit, with flipped bytes: Gemma 3, gpt-oss, LFM 2, Granite 4, Qwen3-Next   6 minutes on one GPU
@@ -96,7 +97,7 @@ if calls not in ("tests", "copies"):
     names += ["vllm", "vllm.v1.engine.core", "vcache_backend.integration.vllm_connector"]
 if not tiny and "vllm" in names:
     names += ["vllm._C_stable_libtorch", "vllm.vllm_flash_attn._vllm_fa3_C"]
-names += ["lmcache"] if "equal" in calls else []
+names += ["lmcache"] if "equal" in calls or "multi" in calls else []
 names += ["vllm_router.launch_router", "vllm_router_rs"] if "routed" in calls else []
 problems = []
 for name in names:
@@ -138,9 +139,14 @@ prove() {
     echo "== prove $way: rc $?"; tail -n 3 "$logs/prove_$way.txt"
   done
 }
+multi() {
+  ttft multi_both 400 agreeing,sensitive,flipped,equal --integration both --scale beside &
+  ttft multi_behind 400 agreeing,sensitive,equal --integration behind --scale beside &
+  wait
+}
 equal() {
-  local parts=agreeing,equal ways=${WAYS:-in_place pool lmcache}
-  [[ $ways != *in_place* ]] || ttft equal_in_place 500 agreeing,flipped,equal "${in_place[@]}" --scale beside &
+  local parts=agreeing,sensitive,equal ways=${WAYS:-in_place pool lmcache}
+  [[ $ways != *in_place* ]] || ttft equal_in_place 500 agreeing,sensitive,flipped,equal "${in_place[@]}" --scale beside &
   [[ $ways != *pool* ]] || ttft equal_pool 500 $parts --integration vllm --scale beside &
   [[ $ways != *lmcache* ]] || ttft equal_lmcache 500 $parts --integration lmcache --scale beside &
   wait
@@ -194,7 +200,7 @@ ranks() { served ranks "${ARMS:-alone_dp:turn,inplace_dp:turn}" "${WORKLOADS:-ch
 
 for beside in "$@"; do
   for call in ${beside//+/ }; do
-    [[ " tests equal speed prove decode short tables groups models which copies serving routed ranks pd soak " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
+    [[ " tests equal multi speed prove decode short tables groups models which copies serving routed ranks pd soak " == *" $call "* ]] || { echo "no call $call: see the top of $0"; continue; }
     "$call" &
   done
   wait

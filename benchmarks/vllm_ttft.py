@@ -1,10 +1,12 @@
 """Are hits of real vLLM instances that share KV on two GPUs right, and how fast are they?
 
-    python3 -m benchmarks.vllm_ttft --out FILE [--integration lmcache|vllm|inplace]
+    python3 -m benchmarks.vllm_ttft --out FILE [--integration lmcache|vllm|inplace|both|behind]
                                     [--only PART,...] [--scale full|beside|tiny]
 
 `--integration`: through LMCache and the plugin, through our own connector and a pool, or in place:
-with the same, out of vLLM's own KV cache, without a pool. It needs vLLM, and LMCache for `lmcache`.
+with the same, out of vLLM's own KV cache, without a pool; `both`: in place beside LMCache's server;
+`behind`: out of LMCache's server, beside us. It needs vLLM, and LMCache for all but `vllm` and
+`inplace`.
 Part `decode` wants one GPU, and `--kv-gib 6`.
 The model has the shape of Llama-3.1-8B and dummy weights, so nothing is downloaded. Parts run in
 the order of `--only`. Each writes its rows as soon as it has them, and the others go on if one
@@ -30,7 +32,8 @@ from .vllm.parts import equality, latency, scheduling
 from .vllm.parts.scheduling import ARMS
 
 OURS = ("vllm", "inplace")
-ALL = ("lmcache", *OURS)
+BESIDE = "both", "behind"
+ALL = ("lmcache", *OURS, *BESIDE)
 
 
 class Part(NamedTuple):
@@ -53,8 +56,8 @@ def _equal(run: Run) -> list[Row]:
 
 
 def _few(kind: str, apart: str, ways: tuple[str, ...] = OURS, cpu: bool = True) -> Part:
-    """A part that compares a few hits of instances of a kind. apart: parts with the same start
-    together.
+    """A part that compares a few hits of instances of a kind, and checks that their output depends
+    on the prompt. apart: parts with the same start together.
     """
 
     def compared(run: Run) -> list[Row]:
@@ -70,7 +73,8 @@ def _few(kind: str, apart: str, ways: tuple[str, ...] = OURS, cpu: bool = True) 
             parting = 0 if "layer_types" in scale.model else 4
             hits = prompts.hits(dict.fromkeys(scale.few, 3), parting)
         rows = equality.agreeing(run, kind) + equality.equal(run, hits, kind)
-        return rows + (equality.flipped(run, kind) if in_place else [])
+        rows += equality.flipped(run, kind) if in_place else []
+        return [*rows, *equality.sensitive(run, kind, 1)]
 
     return Part(_trio(kind), compared, ways, cpu, apart)
 
@@ -96,7 +100,8 @@ PARTS: dict[str, Part] = {
     "ttft_gpt_oss": _timed("gpt_oss"),
     "ttft_gemma3": _timed("gemma3"),
     "agreeing": Part(_trio(), equality.agreeing),
-    "flipped": Part(_trio(), equality.flipped, ("inplace",)),
+    "sensitive": Part(("alone",), equality.sensitive),
+    "flipped": Part(_trio(), equality.flipped, ("inplace", "both")),
     "equal": Part(_trio(), _equal),
     "miss": Part(("alone", "a"), latency.miss),
     "fp8": _few("fp8", "modes"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,20 +20,23 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from vcache_backend.children import Child, ChildFailed, module, until
+from vcache_backend.children import Child, ChildFailed, Program, module, until
 from vcache_backend.protocol.client import Client
 from vcache_backend.prove.prompts import Prompts
 
-from ..processes import PATIENT, metadata_server
+from ..processes import PATIENT, free_ports, metadata_server
 from ..results import Clock, Row, none
-from .instances import INSTANCES, KINDS, Scale, Spec, joined
+from .instances import GIB, INSTANCES, KINDS, Scale, Spec, joined
 from .settings import (
     BOTH,
     ENVIRONMENT,
     arguments,
+    beside,
     environment,
     lmcache_file,
+    lmcache_server,
     our_connector,
+    server_mode,
     visible,
 )
 
@@ -49,15 +53,16 @@ class Fleet:
 
     folder: for logs and settings. cache: for vLLM's compiled code and the models, kept for the next
     run. more: settings of vcache, by `SECTION.KEY`. way: `lmcache`, vcache as a plugin under
-    LMCacheConnectorV1; `vllm`, our own connector; or `inplace`, the same, but nobody lends to the
-    pool, and others read vLLM's own KV cache. Rows begin with it."""
+    LMCacheConnectorV1; `vllm`, our own connector; `inplace`, the same, but nobody lends to the
+    pool, and others read vLLM's own KV cache; `both`, that beside LMCache's server; or `behind`,
+    beside it, but hits come from LMCache. Rows begin with it."""
 
     def __init__(
         self, scale: Scale, folder: Path, cache: Path, more: dict[str, str], way: str
     ) -> None:
-        self.rows, self.lmcache, self.in_place = way, way == "lmcache", way == "inplace"
-        self.scale = scale
-        if self.in_place:
+        self.rows, self.lmcache, self.in_place = way, way == "lmcache", way in ("inplace", "both")
+        self.scale, self._behind, self._ports = scale, way == "behind", list[int]()
+        if self.in_place or self._behind:
             self.scale = msgspec.structs.replace(scale, pool_bytes=0)
             # Hits of a block count, too.
             more = {"connector.share": "in_place", "connector.min_hit_tokens": "1", **more}
@@ -71,6 +76,12 @@ class Fleet:
         with ExitStack() as undo:
             server = metadata_server(folder / "server.log", **ENVIRONMENT)
             self._socket = undo.enter_context(server)
+            if way in ("both", "behind"):
+                self._ports = free_ports(2)
+                size = GIB // 16 if scale.cpu else 24 * GIB
+                command = lmcache_server(self._ports, scale.chunk, size, 2, "engine_driven")
+                told = {**os.environ, **ENVIRONMENT}
+                undo.enter_context(Program("lmcache", command, folder / "lmcache.log", told))
             self.pool = undo.enter_context(Client(self._socket, PATIENT))
             self.pool.require()
             self._undo = undo.pop_all()
@@ -133,6 +144,9 @@ class Fleet:
         if self.lmcache:
             return {"kv_connector": "LMCacheConnectorV1", **BOTH}
         ours = our_connector(self._socket, scale.pool_bytes, scale.chunk, self.more)
+        if self._ports:
+            ours["kv_role"] = "kv_producer" if self._behind else "kv_both"
+            return beside(ours, server_mode(self._ports[0], "engine_driven")) | BOTH
         return ours | {"kv_role": spec.role}
 
     @contextmanager
@@ -215,6 +229,9 @@ class Fleet:
         """
         due = self.pool.stats().chunks + len(prompt) // self.scale.chunk
         self.instance(writer).ask("generate", ANSWER_SECONDS, tokens=prompt, count=1)
+        if self._behind:
+            # Nobody tells when LMCache has stored it.
+            return time.sleep(0.5)
         if self.lmcache:
             found = until(lambda: self.pool.stats().chunks >= due, 5.0, 0.005)
         else:

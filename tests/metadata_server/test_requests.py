@@ -14,6 +14,7 @@ from processes import PATIENT, Child, Raw, Stage, eventually, stage
 
 from vcache_backend.errors import MAX_LINE_CHARS
 from vcache_backend.metadata_server.report import MAX_COMPARED
+from vcache_backend.metadata_server.requests import Claims
 from vcache_backend.metadata_server.slots import SLAB_SLOTS
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
@@ -193,3 +194,12 @@ def test_a_look_up_of_too_many_keys_and_ranks_is_refused_with_its_size(worker: R
 
 
 # ---- the process
+
+
+def test_a_claim_keeps_others_from_lending_the_same_bytes_for_a_while() -> None:
+    claims = Claims()
+    assert [claims.grant(client, "gpu-0", 100, 0.0) for client in (1, 2)] == [100, 0]
+    assert claims.grant(2, "gpu-1", 100, 0.0) == 100
+    assert claims.grant(3, "gpu-0", 100, 121) == 100
+    claims.end(3)
+    assert claims.grant(2, "gpu-0", 60, 121) == 60

@@ -237,46 +237,27 @@ def test_what_was_sent_ahead_is_lost_with_its_connection(stage_: Stage, scripted
         sent.answer()
 
 
-WRONG: list[Any] = [["verdict", True], ["count", "many"], b"\xc1", b"", b"\x91" * (1 << 16)]
-WRONG += [bytes(m.MAX_MESSAGE_BYTES + 1), ["error", "go away", True]]
+COUNTS: list[Any] = [["verdict", True], ["count", "many"], b"\xc1", b"", b"\x91" * (1 << 16)]
+COUNTS += [bytes(m.MAX_MESSAGE_BYTES + 1), ["error", "go away", True]]
+FINDS = [["found", -1, 0], ["found", 0, -16]]  # a scheduler would ask again and again
+FINDS += [["found", 0, 0, b"", [], 0, False, None, [[b"o" * 16, bytes(2 * m.COPY.size - 1)]]]]
+WRONG = [(False, reply) for reply in COUNTS] + [(True, reply) for reply in FINDS]
 
 
-@pytest.mark.parametrize("reply", [*WRONG, ["count", 3] * 5], ids=lambda reply: repr(reply)[:30])
-def test_a_wrong_answer_ends_the_connection(stage_: Stage, scripted: Scripted, reply: Any) -> None:
-    scripted(lambda request: reply)
-    client = stage_.client(QUICK, reconnect=False)
-    if reply == ["count", 3] * 5:  # later versions may say more
-        assert client.remove([A]) == 3
-        return
-    with pytest.raises(VCacheError):
-        client.remove([A])
-    assert not client.connected
-
-
-def test_copies_that_end_within_a_chunk_end_the_connection(
-    stage_: Stage, scripted: Scripted
+@pytest.mark.parametrize(("finds", "reply"), WRONG, ids=lambda one: repr(one)[:30])
+def test_a_wrong_answer_ends_the_connection(
+    stage_: Stage, scripted: Scripted, finds: bool, reply: Any
 ) -> None:
-    """A scheduler unpacks them where it plans a step."""
-    scripted(lambda request: ["found", 0, 0, b"", [], 0, False, None, [[b"o" * 16, bytes(size)]]])
-    client = stage_.client(QUICK, reconnect=False)
-    size = 2 * m.COPY.size
-    assert client.find(find(A)).copies == [m.Copies(m.InstanceId(b"o" * 16), bytes(size))]
-    size -= 1
-    with pytest.raises(VCacheError):
-        client.find(find(A))
-    assert not client.connected
-
-
-@pytest.mark.parametrize("reply", [["found", -1, 0], ["found", 0, -16]])
-def test_an_answer_below_nothing_ends_the_connection(
-    stage_: Stage, scripted: Scripted, reply: Any
-) -> None:
-    """A scheduler would ask again and again, since it does not cover the question."""
     scripted(lambda request: reply)
     client = stage_.client(QUICK, reconnect=False)
     with pytest.raises(VCacheError):
-        client.find(find(A))
+        client.find(find(A)) if finds else client.remove([A])
     assert not client.connected
+
+
+def test_later_versions_may_say_more(stage_: Stage, scripted: Scripted) -> None:
+    scripted(lambda request: ["count", 3] * 5)
+    assert stage_.client(QUICK, reconnect=False).remove([A]) == 3
 
 
 def test_an_interrupted_call_leaves_no_answer_behind_for_the_next(

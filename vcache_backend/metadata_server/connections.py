@@ -11,13 +11,13 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import count
 
 import msgspec
 
 from vcache_backend.config import ServerConfig
 from vcache_backend.errors import ProtocolError, printable
 from vcache_backend.metadata_server import processes
-from vcache_backend.metadata_server.endpoint import Endpoint
 from vcache_backend.metadata_server.processes import Descriptor, Peer, Watch, closing
 from vcache_backend.metadata_server.requests import Service
 from vcache_backend.protocol import messages as m
@@ -95,80 +95,32 @@ class Connection:
         closing().put(self.sock.detach())
 
 
-class Admission:
-    """The listening socket. When descriptors run out, nothing is accepted until `listen_again`."""
-
-    def __init__(self, config: ServerConfig, endpoint: Endpoint, epoll: select.epoll) -> None:
-        limit = processes.raise_descriptor_limit()
-        # 64 for sockets, tables and /proc, and some for fds of requests. Of the rest connections,
-        # their pidfds and segments get a third each.
-        share = max(1, (limit - 64 - min(m.MAX_FDS, limit // 4)) // 3)
-        self.max_segments = share
-        self._max_clients = min(config.max_clients, share)
-        self._uids = {os.getuid(), 0, *config.allow_uids}
-        self._listener, self._epoll = endpoint.listener, epoll
-        self._numbers = 0
-        self._listens, self._complained = True, False
-        self.fd = self._listener.fileno()
-        epoll.register(self._listener, select.EPOLLIN)
-
-    def accept(self) -> Connection | None:
-        """Accept the next connection. If descriptors or memory are exhausted, stop listening: new
-        connections wait, at no cost."""
-        try:
-            sock, _ = self._listener.accept()
-        except BlockingIOError:
-            return None  # the client left
-        except OSError as error:
-            if not self._complained:
-                log.warning("no new client can connect for now: %s", error)
-            self._complained = True
-            self._listens = False
-            self._epoll.unregister(self._listener)
-            return None
-        self._complained = False
-        sock.setblocking(False)
-        self._numbers += 1
-        self._epoll.register(sock, select.EPOLLIN)
-        return Connection(sock, self._numbers, *peer(sock))
-
-    def listen_again(self) -> None:
-        """Listen again, since descriptors or memory may be free again."""
-        if not self._listens:
-            self._listens = True
-            self._epoll.register(self._listener, select.EPOLLIN)
-
-    def refusal(self, uid: int, connected: int) -> str:
-        """Why to turn a new connection of a user away; empty if there is no reason. connected: the
-        number of other connections."""
-        if uid not in self._uids:
-            allowed = "its own user and root; add the uid to server.allow_uids to let it in"
-            return f"uid {uid} may not use the server of uid {os.getuid()}, which serves {allowed}"
-        if connected >= self._max_clients:
-            what = "server.max_clients, and the limit of descriptors (ulimit -n)"
-            return f"{self._max_clients} clients are connected; raise {what}"
-        return ""
-
-
 class Clients:
-    """All connections. Called from the server's loop, which should not sleep before `spin_until`
-    (monotonic clock)."""
+    """The listening socket and all connections. Called from the server's loop, which should not
+    sleep before `spin_until` (monotonic clock). When descriptors run out, nothing is accepted until
+    some may be free again."""
 
     def __init__(
         self,
-        admission: Admission,
+        config: ServerConfig,
+        most: int,
+        listener: socket.socket,
         epoll: select.epoll,
         service: Service,
         watch: Watch,
-        spin_seconds: float,
     ) -> None:
+        """most: for how many clients there are descriptors."""
         self.spin_until = 0.0
-        self._admission, self._epoll, self._service = admission, epoll, service
-        self._watch, self._spin_seconds = watch, spin_seconds
+        few, many = (0.005, 1.0) if config.spin_seconds is None else 2 * (config.spin_seconds,)
+        self._spin_seconds = sockets.spin(few, many)
+        self._most, self._uids = min(config.max_clients, most), {os.getuid(), 0, *config.allow_uids}
+        self._listener, self._epoll, self._service, self._watch = listener, epoll, service, watch
+        self._numbers, self._listens, self._complained = count(1), False, False
         self._connections: dict[int, Connection] = {}
         self._receiver = sockets.Receiver()
         self._concerned: dict[Connection, None] = {}
         """Connections that have changed in this turn."""
+        self.tick()
 
     def on_ready(self, fd: int, mask: int) -> None:
         """Handle the event of one socket: accept a connection, answer a request, or hang up."""
@@ -179,7 +131,7 @@ class Clients:
                 self._serve(connection)
             elif mask & (select.EPOLLHUP | select.EPOLLERR):
                 self._disconnect(connection)
-        elif fd == self._admission.fd:
+        elif fd == self._listener.fileno():
             self._accept()
 
     def send(self) -> None:
@@ -203,7 +155,10 @@ class Clients:
                 self._epoll.modify(connection.sock, connection.mask)
 
     def tick(self) -> None:
-        self._admission.listen_again()
+        """Listen again, since descriptors or memory may be free again."""
+        if not self._listens:
+            self._listens = True
+            self._epoll.register(self._listener, select.EPOLLIN)
 
     def close(self) -> None:
         for connection in self._connections.values():
@@ -212,15 +167,38 @@ class Clients:
     # ---- in
 
     def _accept(self) -> None:
-        connection = self._admission.accept()
-        if connection is None:
+        """Accept a connection. If descriptors or memory are exhausted, stop listening: new
+        connections wait, at no cost."""
+        try:
+            sock, _ = self._listener.accept()
+        except BlockingIOError:
+            return  # the client left
+        except OSError as error:
+            if not self._complained:
+                log.warning("no new client can connect for now: %s", error)
+            self._complained, self._listens = True, False
+            self._epoll.unregister(self._listener)
             return
-        refusal = self._admission.refusal(connection.uid, len(self._connections))
-        self._connections[connection.sock.fileno()] = connection
+        self._complained = False
+        sock.setblocking(False)
+        self._epoll.register(sock, select.EPOLLIN)
+        connection = Connection(sock, next(self._numbers), *peer(sock))
+        refusal = self._refusal(connection.uid)
+        self._connections[sock.fileno()] = connection
         self._concerned[connection] = None
         self._service.counters["clients_total"] += 1
         if refusal:
             self._refuse(connection, refusal)
+
+    def _refusal(self, uid: int) -> str:
+        """Why to turn a new connection of a user away; empty if there is no reason."""
+        if uid not in self._uids:
+            allowed = "its own user and root; add the uid to server.allow_uids to let it in"
+            return f"uid {uid} may not use the server of uid {os.getuid()}, which serves {allowed}"
+        if len(self._connections) >= self._most:
+            what = "server.max_clients, and the limit of descriptors (ulimit -n)"
+            return f"{self._most} clients are connected; raise {what}"
+        return ""
 
     def _serve(self, connection: Connection) -> None:
         """Read a request and answer it. An error ends this connection only."""
@@ -317,7 +295,7 @@ class Clients:
             return
         self._epoll.unregister(connection.sock)
         connection.close()
-        self._admission.listen_again()
+        self.tick()
         if connection.client is not None:
             for reservation in connection.untold():
                 self._service.directory.abort(connection.client, reservation)

@@ -18,18 +18,10 @@ import msgspec
 from vcache_backend.metadata_server import resets as namespaces
 from vcache_backend.metadata_server.processes import Peer, ProcessId
 from vcache_backend.metadata_server.resets import MAX_RESETS, Reset, Resets
-from vcache_backend.metadata_server.slots import (
-    SLAB_BITS,
-    SLAB_SLOTS,
-    SLABS,
-    SlotRegion,
-    padded,
-)
+from vcache_backend.metadata_server.room import SLOT_BITS, SLOT_MASK, Room, usable
+from vcache_backend.metadata_server.slots import SLAB_BITS, SLAB_SLOTS, SlotRegion, padded
 from vcache_backend.protocol import messages as m
-from vcache_backend.protocol.generation_table import SLOTS
 
-_SLOT_BITS = SLOTS.bit_length() - 1
-_SLOT_MASK = SLOTS - 1
 _ENOUGH = f"one request reserves at most {m.MAX_SLOTS:,} slots; reserve the others with another one"
 Steps = Iterator[None]
 """A task in steps. Each step touches one entry."""
@@ -82,11 +74,6 @@ class Directory:
     resets are times in nanoseconds, so those of a later server are larger. Each call takes a
     bounded time; the backlog has the rest of long ones."""
 
-    SEARCH = 64
-    """How many chunks of other sizes may be older before a slab changes its size."""
-    MAX_SEARCH = 2048
-    """The most chunks that one request passes over to evict others: a few milliseconds."""
-
     def __init__(
         self,
         now: Callable[[], float],
@@ -100,18 +87,15 @@ class Directory:
     ) -> None:
         """resets: of earlier servers. keep: called with all resets, to keep them for the next
         server. on_reset: called after a namespace was reset or cleared; b"": all."""
-        self._now, self._write_seconds, self._max_chunks = now, write_seconds, max_chunks
+        self._now, self._write_seconds = now, write_seconds
         self._backlog, self.counters = backlog, counters
         self._keep, self._on_reset = keep, on_reset
-        self.regions: dict[int, SlotRegion] = {}
+        self.room = Room(now, counters, max_chunks)
+        self.regions, self.chunks = self.room.regions, self.room.chunks
+        """While a sweep runs, some chunks do not count any more."""
         self._ids = count()
         self.resets: Resets = resets or {}
         self._last = max((reset.first for reset in self.resets.values()), default=0)
-        self.chunks = OrderedDict[m.ChunkKey, int]()
-        """The place of each committed chunk: a region's number and a slot of its table, as one
-        integer. The least recently used first. While a sweep runs, some do not count any more."""
-        self._of_space = Counter[bytes]()
-        """Chunks by namespace."""
         self._stale = dict[int, None]()
         """The regions whose chunks a sweep has yet to look at."""
         self._sweeping = False
@@ -154,11 +138,11 @@ class Directory:
             region.state = "draining"
             region.table.give_up()
             for at, write in list(self._writes.items()):
-                if any(place >> _SLOT_BITS == number for place in write.places.values()):
+                if any(place >> SLOT_BITS == number for place in write.places.values()):
                     self._quarantine(at)
             for process, void in list(self._void.items()):
                 for at, places in list(void.items()):
-                    void[at] = [place for place in places if place >> _SLOT_BITS != number]
+                    void[at] = [place for place in places if place >> SLOT_BITS != number]
                     if not void[at]:
                         self._leave(process, at)
             self._begin_sweep([number])
@@ -175,7 +159,7 @@ class Directory:
 
     def has_any(self, namespace: bytes) -> bool:
         """Whether the pool has any chunk of a namespace."""
-        return self._of_space[namespace] > 0
+        return self.room.of_space[namespace] > 0
 
     def of_all(self, keys: list[m.ChunkKey], ranks: int) -> list[bool]:
         """For each chunk (key of rank 0) whether the pool has it for all ranks."""
@@ -200,10 +184,10 @@ class Directory:
         for at, group in groupby(places, SLAB_BITS.__rrshift__):
             if len(runs) == m.MAX_RUNS:
                 break
-            runs.append(self._run(first, at, [place & _SLOT_MASK for place in group]))
+            runs.append(self._run(first, at, [place & SLOT_MASK for place in group]))
             first = runs[-1].stop
         self.counters["pin_hits"] += first
-        self._use(keys[:first], places[:first], self._now() + seconds if seconds else 0.0)
+        self.room.use(keys[:first], places[:first], self._now() + seconds if seconds else 0.0)
         return runs
 
     def touch(self, keys: list[m.ChunkKey]) -> int:
@@ -217,42 +201,40 @@ class Directory:
         key gets a refusal instead if its chunk is here or being written, or if it comes after the
         first `MAX_SLOTS` new ones."""
         size, epoch = padded(nbytes), self.epoch(keys)
-        # Recent, so that they are not evicted for the others.
-        here, wanted = self._touched(keys), dict[m.ChunkKey, None]()
-        for key in keys:
-            if key not in here and key not in self._pending:
-                wanted[key] = None
-                if self.chunks.get(key) is not None:  # of before a reset
-                    self._evict(key)
+        here = self._touched(keys)  # recent, so that they are not evicted for the others
+        new = [key for key in dict.fromkeys(keys) if key not in here and key not in self._pending]
+        for key in filter(self.chunks.__contains__, new):  # of before a reset
+            self.room.evict(key)
         refusal, reason = self._refusal(client, nbytes)
-        most = 0 if refusal is not None else min(len(wanted), m.MAX_SLOTS)
-        number, granted = self._next(), dict[m.ChunkKey, int]()
-        for key, place in zip(wanted, self._room(client, size, most), strict=False):
-            region, slot = self._at(place)
+        most = 0 if refusal is not None else min(len(new), m.MAX_SLOTS)
+        taken = self.room.take(client, size, most, len(self._pending))
+        number, places = self._next(), dict(zip(new, taken, strict=False))
+        granted = dict[m.ChunkKey, m.Location]()
+        for key, place in places.items():
+            region, slot = self.room.at(place)
             region.table.grant(slot, key, client.process, number)
-            granted[key] = place
-        if refusal is None and len(granted) < len(wanted):
+            granted[key] = m.Location(region.id, region.offset(slot), nbytes)
+        if refusal is None and len(places) < len(new):
             refusal = m.Refusal.FULL
-            reason = _ENOUGH if len(granted) == m.MAX_SLOTS else _full(nbytes, client.medium)
+            reason = _ENOUGH if len(places) == m.MAX_SLOTS else _full(nbytes, client.medium)
         if refusal is not None:
-            self.counters[f"refused_{refusal.name.lower()}"] += len(wanted) - len(granted)
+            self.counters[f"refused_{refusal.name.lower()}"] += len(new) - len(places)
         slots = list[m.Location | int]()
         for key in keys:
-            if key in granted and key not in self._pending:
-                region, slot = self._at(granted[key])
-                slots.append(m.Location(region.id, region.offset(slot), nbytes))
-                self._pending[key] = number
-            elif key in self._pending:
+            if key in granted:
+                slots.append(granted.pop(key))
+            elif key in places or key in self._pending:
                 slots.append(int(m.Refusal.BUSY))
-            elif self.chunks.get(key) is not None:
+            elif key in self.chunks:
                 slots.append(int(m.Refusal.EXISTS))
             else:
                 slots.append(int(m.Refusal.FULL if refusal is None else refusal))
-        if not granted:
+        if not places:
             return m.Reserved(0, 0.0, slots, reason, epoch)
+        self._pending |= dict.fromkeys(places, number)
         deadline = self._now() + self._write_seconds
-        self._writes[number] = _Write(client.id, client.process, deadline, granted)
-        self.counters["reserved"] += len(granted)
+        self._writes[number] = _Write(client.id, client.process, deadline, places)
+        self.counters["reserved"] += len(places)
         return m.Reserved(number, self._write_seconds, slots, reason, epoch)
 
     def commit(self, client: Peer, number: int) -> list[m.ChunkKey]:
@@ -265,10 +247,10 @@ class Directory:
         self._shut(number)
         for key, place in reversed(write.places.items()):
             if key in self.chunks:  # a segment has brought the chunk meanwhile
-                self._evict(key)
-            region, slot = self._at(place)
+                self.room.evict(key)
+            region, slot = self.room.at(place)
             region.table.fill(slot, number)
-            self._put(key, place)
+            self.room.put(key, place)
         self.counters["committed"] += len(write.places)
         return list(write.places)
 
@@ -289,7 +271,7 @@ class Directory:
         """Forget chunks. Reads under way fail. Returns how many."""
         here = [key for key in dict.fromkeys(keys) if self.chunks.get(key) is not None]
         for key in here:
-            self._evict(key)
+            self.room.evict(key)
         self.counters["removed"] += len(here)
         return len(here)
 
@@ -303,7 +285,7 @@ class Directory:
         """Forget all chunks of a namespace, or of all with b"", and void what is being written of
         them. Returns how many chunks. Slots are freed now or in later turns. reset: also raise the
         epoch."""
-        number, spaces = self._next(), self._of_space
+        number, spaces = self._next(), self.room.of_space
         here = spaces[namespace] if namespace else spaces.total()
         if namespace and (namespace in self.resets or len(self.resets) < MAX_RESETS):
             new = Reset(number, number if reset else self._reset(namespace).epoch)
@@ -355,13 +337,13 @@ class Directory:
         """A chunk's place, unless it has not been swept away yet."""
         if place is None:
             return None
-        region, slot = self._at(place)
+        region, slot = self.room.at(place)
         first = self._reset(key[: m.NAMESPACE_BYTES]).first
         live = region.state == "live" and region.table.generations[slot] >= first
         return place if live else None
 
     def _run(self, first: int, slab: int, slots: list[int]) -> m.SlotRun:
-        region = self.regions[slab >> _SLOT_BITS - SLAB_BITS]
+        region = self.regions[slab >> SLOT_BITS - SLAB_BITS]
         base, generations = slots[0] >> SLAB_BITS << SLAB_BITS, region.table.generations
         place = region.slab_of(base).place
         packed = (
@@ -374,41 +356,8 @@ class Directory:
         """Make chunks recent, the first most of all. Returns those that are in the pool."""
         pairs = zip(keys, self.places(keys), strict=True)
         here = {key: place for key, place in pairs if place is not None}
-        self._use(list(here), list(here.values()))
+        self.room.use(list(here), list(here.values()))
         return set(here)
-
-    def _use(self, keys: list[m.ChunkKey], places: list[int], until: float = 0.0) -> None:
-        """Make chunks recent, the first most of all, and keep them until a time."""
-        for key, place in zip(reversed(keys), reversed(places), strict=True):
-            region, slot = self._at(place)
-            if until > region.pins[slot]:
-                region.pins[slot] = until
-            self.chunks.move_to_end(key)
-
-    def _at(self, place: int) -> tuple[SlotRegion, int]:
-        return self.regions[place >> _SLOT_BITS], place & _SLOT_MASK
-
-    def _put(self, key: m.ChunkKey, place: int) -> None:
-        self.chunks[key] = place
-        self.regions[place >> _SLOT_BITS].chunks += 1
-        self._of_space[key[: m.NAMESPACE_BYTES]] += 1
-
-    def _evict(self, key: m.ChunkKey) -> None:
-        """Forget a chunk. Its slot is free."""
-        region, slot = self._forget(key)
-        region.give(slot)
-
-    def _forget(self, key: m.ChunkKey) -> tuple[SlotRegion, int]:
-        """Forget a chunk. The caller gives its slot to another one, or frees it."""
-        place = self.chunks.pop(key)
-        region, slot = self.regions[place >> _SLOT_BITS], place & _SLOT_MASK
-        region.table.void(slot)
-        region.pins[slot] = 0.0
-        region.chunks -= 1
-        self._of_space[key[: m.NAMESPACE_BYTES]] -= 1
-        return region, slot
-
-    # ---- inside: room
 
     def _refusal(self, client: Peer, nbytes: int) -> tuple[m.Refusal | None, str]:
         """Explain why no chunk of this size can get a slot now; (None, "") if a chunk can."""
@@ -417,7 +366,7 @@ class Directory:
         if written >= 1 << 16:  # a clearing voids all at once
             busy = f"{written:,} slots are being written or in quarantine: see `vcache status`"
             return m.Refusal.FULL, busy
-        largest = max((r.nbytes for r in self.regions.values() if _usable(r, client)), default=-1)
+        largest = max((r.nbytes for r in self.regions.values() if usable(r, client)), default=-1)
         if largest < 0:
             media = [region.medium for region in self.regions.values()]
             what = f"no {client.medium} segment is registered"
@@ -430,111 +379,6 @@ class Directory:
             advice = f"set pool.segment_bytes >= {nbytes}"
             return m.Refusal.TOO_LARGE, f"a chunk needs {nbytes:,} B but {have}; {advice}"
         return None, ""
-
-    def _room(self, client: Peer, size: int, most: int) -> list[int]:
-        """Take up to so many slots of this size, which the caller grants at once."""
-        taken = list(islice(self._free_slots(client, size), most))
-        looks, slots = self.MAX_SEARCH, SLAB_SLOTS
-        while len(taken) < most and looks > 0 and slots > 0:
-            equal, others, passed = self._victims(client, size, most - len(taken), looks)
-            for key, place in equal:
-                self._forget(key)
-                self.regions[place >> _SLOT_BITS].evictions += 1
-                taken.append(place)
-            self.counters["evicted"] += len(equal)
-            looks -= max(len(passed), self.MAX_SEARCH // 8)
-            if equal and looks > 0:
-                continue
-            before = len(taken)
-            for at in () if equal else others:
-                slots -= self.regions[at // SLABS].slabs[at % SLABS].place.slots
-                if self._resized(at, size):
-                    taken += islice(self._of_slab(*divmod(at, SLABS), size), most - len(taken))
-                if len(taken) > before or slots <= 0:
-                    break
-            if len(taken) == before:  # let the next search begin behind them
-                passed.reverse()
-                self._use([key for key, _ in passed], [place for _, place in passed])
-                if len(passed) >= len(self.chunks):
-                    break
-        return taken
-
-    def _free_slots(self, client: Peer, size: int) -> Iterator[int]:
-        rank = {
-            n: (r.device != client.device, -r.unused)
-            for n, r in self.regions.items()
-            if r.unused >= size and r.rebuilt and _usable(r, client)
-        }
-        allowed = self._max_chunks - len(self.chunks) - len(self._pending)
-        return islice(self._each_free(sorted(rank, key=rank.__getitem__), size), max(allowed, 0))
-
-    def _each_free(self, numbers: list[int], size: int) -> Iterator[int]:
-        for number in numbers:
-            region = self.regions[number]
-            for slab in count():
-                if slab == len(region.slabs) and region.cut(size) is None:
-                    break
-                place = region.slabs[slab].place
-                if place.slot_bytes != size <= place.nbytes and region.slabs[slab].empty:
-                    region.resize(slab, size)
-                yield from self._of_slab(number, slab, size)
-
-    def _of_slab(self, number: int, slab_number: int, size: int) -> Iterator[int]:
-        region = self.regions[number]
-        slab = region.slabs[slab_number]
-        while slab.place.slot_bytes == size and slab.free:
-            region.unused -= size
-            yield number << _SLOT_BITS | slab_number << SLAB_BITS | slab.free.pop()
-
-    def _victims(
-        self, client: Peer, size: int, most: int, looks: int
-    ) -> tuple[list[tuple[m.ChunkKey, int]], list[int], list[tuple[m.ChunkKey, int]]]:
-        """The least recently used chunks of this size, until `SEARCH` chunks of other sizes or
-        `looks` of any kind that stay were used before; the slabs of those of other sizes; all that
-        stay."""
-        now, equal, others = self._now(), list[tuple[m.ChunkKey, int]](), dict[int, None]()
-        passed, since = list[tuple[m.ChunkKey, int]](), 0
-        sizes = {
-            number * SLABS + at: slab.place.slot_bytes
-            for number, region in self.regions.items()
-            if _usable(region, client)
-            for at, slab in enumerate(region.slabs)
-            if slab.place.nbytes >= size
-        }
-        for chunk in self.chunks.items():
-            place, at = chunk[1], chunk[1] >> SLAB_BITS
-            usable = at in sizes and self.regions[at // SLABS].pins[place & _SLOT_MASK] <= now
-            if usable and sizes[at] == size:
-                equal.append(chunk)
-                since = 0
-            else:
-                passed.append(chunk)
-                if usable:
-                    others[at] = None
-                    since += 1
-            if len(equal) == most or since == self.SEARCH or len(passed) == looks:
-                break
-        return equal, list(others), passed
-
-    def _resized(self, at: int, size: int) -> bool:
-        """Evict all chunks of a slab, unless one is pinned or being written, and change its slots'
-        size."""
-        number, slab_number = divmod(at, SLABS)
-        region = self.regions[number]
-        slab, first = region.slabs[slab_number], slab_number << SLAB_BITS
-        if slab.place.nbytes < size or not region.rebuilt:
-            return False
-        if max(region.pins[first : first + slab.place.slots]) > self._now():
-            return False
-        used = list(region.table.occupied(first, slab.place.slots))
-        if not all(one.committed for one in used):
-            return False
-        for one in used:
-            self._evict(one.key)
-        region.evictions += len(used)
-        self.counters["evicted"] += len(used)
-        region.resize(slab_number, size)
-        return True
 
     # ---- inside: writes
 
@@ -564,7 +408,7 @@ class Directory:
         """Free quarantined slots, since their writer has finished. Returns how many."""
         places = self._leave(process, number)
         for place in places:
-            region, slot = self._at(place)
+            region, slot = self.room.at(place)
             region.table.free(slot)
             region.give(slot)
         return len(places)
@@ -617,9 +461,9 @@ class Directory:
                 yield
                 for one in region.table.occupied(number << SLAB_BITS | slot, 1):
                     place = self.chunks.get(one.key)
-                    mine = place is not None and self._at(place) == (region, one.slot)
+                    mine = place is not None and self.room.at(place) == (region, one.slot)
                     if mine and self._counts(one.key, place) is None:
-                        self._evict(one.key)
+                        self.room.evict(one.key)
 
     # ---- inside: after a restart
 
@@ -628,8 +472,8 @@ class Directory:
         region = self.regions[number]
         for at, slab in enumerate(region.slabs):
             first = at << SLAB_BITS
-            for start in range(first, first + slab.place.slots, self.SEARCH):
-                stop = min(start + self.SEARCH, first + slab.place.slots)
+            for start in range(first, first + slab.place.slots, 64):
+                stop = min(start + 64, first + slab.place.slots)
                 yield from repeat(None, stop - start)
                 if region.state != "live":
                     return
@@ -641,7 +485,7 @@ class Directory:
         slab = region.slab_of(start)
         free.update(range(start, stop))
         for one in region.table.occupied(start, stop - start):
-            place = number << _SLOT_BITS | one.slot
+            place = number << SLOT_BITS | one.slot
             if one.committed:
                 chunks.append((one.number, one.key, place))
             elif (one.writer, one.number) in self._done:
@@ -655,43 +499,11 @@ class Directory:
         for written, key, place in sorted(chunks, key=itemgetter(0), reverse=True):
             old = written < self._reset(key[: m.NAMESPACE_BYTES]).first
             if old or self.chunks.get(key) is not None or key in self._pending:
-                region.table.void(place & _SLOT_MASK)
-                region.give(place & _SLOT_MASK)
+                region.table.void(place & SLOT_MASK)
+                region.give(place & SLOT_MASK)
             else:  # as the least recently used one
-                self._put(key, place)
+                self.room.put(key, place)
                 self.chunks.move_to_end(key, last=False)
-
-
-class Claims:
-    """Memory about to be allocated for the pool, by device. At most one claim for each client."""
-
-    def __init__(self) -> None:
-        self._of_client: dict[int, tuple[str, int, float]] = {}
-        """The device, the bytes, and the end of the claim."""
-
-    def grant(self, client: int, device: str, missing: int, now: float) -> int:
-        """Grant the client the part of the `missing` bytes of a device that no other client claims.
-        Ends the client's earlier claim."""
-        self.end(client)
-        others = sum(
-            nbytes
-            for claimed, nbytes, until in self._of_client.values()
-            if claimed == device and now <= until
-        )
-        nbytes = max(missing - others, 0)
-        if nbytes:  # whoever takes longer to allocate it may have failed
-            self._of_client[client] = device, nbytes, now + 120
-        return nbytes
-
-    def end(self, client: int) -> None:
-        """End the claim of a client that has added its segment, or has none to add."""
-        self._of_client.pop(client, None)
-
-
-def _usable(region: SlotRegion, client: Peer) -> bool:
-    """Whether a client may store in a segment."""
-    here = region.state == "live" and region.medium == client.medium
-    return here and region.id not in client.avoids
 
 
 def _full(nbytes: int, medium: m.Medium) -> str:

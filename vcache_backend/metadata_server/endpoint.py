@@ -33,7 +33,7 @@ class Endpoint:
     """A listening socket, and a lock that keeps other servers away, whose file has the resets of
     all servers at this path. ConfigError if either fails.
 
-    Only this user can reach the socket. With `open_to_others` every user can, and `Admission`
+    Only this user can reach the socket. With `open_to_others` every user can, and `Clients`
     checks who connects."""
 
     def __init__(self, path: Path, open_to_others: bool = False) -> None:

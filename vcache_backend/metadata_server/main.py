@@ -21,11 +21,11 @@ from vcache_backend.backoff import Backoff
 from vcache_backend.config import ServerConfig
 from vcache_backend.errors import ConfigError
 from vcache_backend.metadata_server import processes
-from vcache_backend.metadata_server.connections import Admission, Clients
+from vcache_backend.metadata_server.connections import Clients
 from vcache_backend.metadata_server.endpoint import Endpoint
 from vcache_backend.metadata_server.processes import closing
 from vcache_backend.metadata_server.requests import Service
-from vcache_backend.protocol import sockets
+from vcache_backend.protocol import messages as m
 
 log = logging.getLogger(__name__)
 
@@ -92,20 +92,22 @@ class Server:
 
     def _make_parts(self, undo: ExitStack) -> None:
         config = self._config
-        admission = Admission(config, self._endpoint, self._epoll)
+        limit = processes.raise_descriptor_limit()
+        # 64 for sockets, tables and /proc, and some for fds of requests. Of the rest connections,
+        # their pidfds and segments get a third each.
+        share = max(1, (limit - 64 - min(m.MAX_FDS, limit // 4)) // 3)
         self._service = Service(
             1 + secrets.randbits(62),
             write_seconds=config.reservation_seconds,
             max_chunks=config.max_chunks,
-            max_segments=admission.max_segments,
+            max_segments=share,
             resets=self._endpoint.resets.read(),
             keep=self._endpoint.resets.write,
             pidfd=self._watch.pidfd,
         )
         undo.callback(self._service.close)
-        few, many = (0.005, 1.0) if config.spin_seconds is None else 2 * (config.spin_seconds,)
-        spin_seconds = sockets.spin(few, many)
-        self._clients = Clients(admission, self._epoll, self._service, self._watch, spin_seconds)
+        sockets = self._endpoint.listener, self._epoll
+        self._clients = Clients(config, share, *sockets, self._service, self._watch)
         undo.callback(self._clients.close)
         self._monitor = MonitorProcess(config) if config.metrics else None
         if self._monitor is not None:

@@ -14,7 +14,7 @@ import msgspec
 
 from vcache_backend.errors import Refused
 from vcache_backend.histogram import Histogram
-from vcache_backend.metadata_server.directory import Backlog, Claims, Directory
+from vcache_backend.metadata_server.directory import Backlog, Directory
 from vcache_backend.metadata_server.instances import InstanceRegistry
 from vcache_backend.metadata_server.processes import Answer, Descriptor, Peer, ProcessId
 from vcache_backend.metadata_server.promises import Promises
@@ -25,6 +25,32 @@ from vcache_backend.metadata_server.slots import SlotRegion, SlotsTable
 from vcache_backend.protocol import messages as m
 
 log = logging.getLogger(__name__)
+
+
+class Claims:
+    """Memory about to be allocated for the pool, by device. At most one claim for each client."""
+
+    def __init__(self) -> None:
+        self._of_client: dict[int, tuple[str, int, float]] = {}
+        """The device, the bytes, and the end of the claim."""
+
+    def grant(self, client: int, device: str, missing: int, now: float) -> int:
+        """Grant the client the part of the `missing` bytes of a device that no other client claims.
+        Ends the client's earlier claim."""
+        self.end(client)
+        others = sum(
+            nbytes
+            for claimed, nbytes, until in self._of_client.values()
+            if claimed == device and now <= until
+        )
+        nbytes = max(missing - others, 0)
+        if nbytes:  # whoever takes longer to allocate it may have failed
+            self._of_client[client] = device, nbytes, now + 120
+        return nbytes
+
+    def end(self, client: int) -> None:
+        """End the claim of a client that has added its segment, or has none to add."""
+        self._of_client.pop(client, None)
 
 
 class Service:

@@ -65,12 +65,16 @@ InstanceId = NewType("InstanceId", bytes)
 SCHEDULER = -1
 """The scheduler's number where workers have a rank."""
 Named = Annotated[InstanceId, msgspec.Meta(min_length=INSTANCE_BYTES, max_length=INSTANCE_BYTES)]
+Asker = Annotated[InstanceId, msgspec.Meta(max_length=INSTANCE_BYTES)]
+"""An instance, or b"" for none."""
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
+Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 Medium = Literal["cuda", "host"]
 SegmentState = Literal["live", "draining"]
 KEY_BYTES = 26
 NAMESPACE_BYTES = 8
 RANK_BYTES = 2
+Namespace = Annotated[bytes, msgspec.Meta(min_length=NAMESPACE_BYTES, max_length=NAMESPACE_BYTES)]
 Key = Annotated[ChunkKey, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Keys = Annotated[list[Key], msgspec.Meta(max_length=MAX_KEYS)]
 _Id = Annotated[SegmentId, msgspec.Meta(max_length=64)]
@@ -81,6 +85,8 @@ MAX_SEGMENT_BYTES = 1 << 46
 """Larger than any allocation. A larger number is refused before any system call."""
 SegmentBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_SEGMENT_BYTES)]
 Bytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]
+Offset = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
+RegionNumber = Annotated[int, msgspec.Meta(ge=0, lt=MAX_REGIONS)]
 _PRINTABLE = r"\A[^\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]*\Z"
 """No control characters, separators of lines, or changes of the writing direction."""
 Text = Annotated[str, msgspec.Meta(max_length=256, pattern=_PRINTABLE)]
@@ -139,7 +145,7 @@ class Location(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A slot to write: `length` bytes at byte `offset` of `segment`."""
 
     segment: _Id
-    offset: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEGMENT_BYTES)]
+    offset: Offset
     length: SegmentBytes
 
 
@@ -202,15 +208,7 @@ class CacheShape(msgspec.Struct, frozen=True, array_like=True):
     kinds: Annotated[list[LayerKind], msgspec.Meta(min_length=1, max_length=MAX_KINDS)]
     num_blocks: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
-    planes: Annotated[
-        list[
-            tuple[
-                Annotated[int, msgspec.Meta(ge=0, lt=MAX_REGIONS)],
-                Annotated[int, msgspec.Meta(ge=0, le=1 << 48)],
-            ]
-        ],
-        msgspec.Meta(max_length=MAX_PLANES),
-    ]
+    planes: Annotated[list[tuple[RegionNumber, Offset]], msgspec.Meta(max_length=MAX_PLANES)]
     regions: Annotated[list[Bytes], msgspec.Meta(min_length=1, max_length=MAX_REGIONS)]
 
     def misfit(self) -> str:
@@ -275,9 +273,9 @@ class Reads(msgspec.Struct, frozen=True, array_like=True):
     the blocks."""
 
     instance: Named
-    nbytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
-    refused: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
-    tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
+    nbytes: Number
+    refused: Number
+    tokens: Number = 0
 
 
 class ReadStats(msgspec.Struct, frozen=True, array_like=True):
@@ -472,9 +470,7 @@ class Join(Request, frozen=True, tag="join"):
     scheduler."""
 
     instance: Named
-    namespace: Annotated[
-        bytes, msgspec.Meta(min_length=NAMESPACE_BYTES, max_length=NAMESPACE_BYTES)
-    ]
+    namespace: Namespace
     blocks: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS)]
     ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
     each: Annotated[int, msgspec.Meta(ge=1, le=MAX_EACH)]
@@ -545,14 +541,12 @@ class Find(Request, frozen=True, tag="find"):
     promised by this connection under this number (see `Promise`); 0: note nothing. `begins`: vLLM
     is scheduling the request, so it takes over promises of queued requests (`QUEUED_SECONDS`)."""
 
-    namespace: Annotated[
-        bytes, msgspec.Meta(min_length=NAMESPACE_BYTES, max_length=NAMESPACE_BYTES)
-    ]
+    namespace: Namespace
     hashes: Annotated[bytes, msgspec.Meta(max_length=MAX_HASHES * HASH_BYTES)]
     each: Annotated[int, msgspec.Meta(ge=1, le=MAX_EACH)]
     limit: Annotated[int, msgspec.Meta(ge=0, le=MAX_HASHES)]
-    ranks: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
-    instance: Annotated[InstanceId, msgspec.Meta(max_length=INSTANCE_BYTES)] = InstanceId(b"")
+    ranks: Ranks = 1
+    instance: Asker = InstanceId(b"")
     pool_only: bool = False
     promise: Number = 0
     begins: bool = False
@@ -572,8 +566,8 @@ class Promise(Request, frozen=True, tag="promise"):
 
     number: Number
     keys: Keys = []
-    ranks: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
-    instance: Annotated[InstanceId, msgspec.Meta(max_length=INSTANCE_BYTES)] = InstanceId(b"")
+    ranks: Ranks = 1
+    instance: Asker = InstanceId(b"")
     epoch: int = 0
     chunk_seconds: Seconds = 0.0
     begun: bool = True

@@ -50,6 +50,10 @@ class Prompts:
     def new(self, length: int) -> list[int]:
         return [self._random.randrange(3, self._vocabulary) for _ in range(length)]
 
+    def altered(self, prompt: list[int]) -> list[int]:
+        """The prompt with another first token."""
+        return [prompt[0] % (self._vocabulary - 4) + 3, *prompt[1:]]
+
     def whole(self, length: int) -> Hit:
         """The same prompt again: so many tokens, in whole chunks, and the tail."""
         prompt = self.new(length + self._tail)

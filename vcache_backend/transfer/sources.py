@@ -29,7 +29,6 @@ from vcache_backend.vram_pool.copies.geometry import (
     in_blocks,
     in_chunks,
 )
-from vcache_backend.vram_pool.devices import where
 from vcache_backend.vram_pool.generations import GenerationView
 
 CHANGED = "changed"
@@ -152,7 +151,7 @@ class Part(ABC):
             # Its share.
             seconds=copy.seconds * (last - first) / max(len(numbers), 1),
         )
-        context.stats.later(context.stats.brought, self.place.origin, read, waited)
+        context.stats.brought(self.place.origin, read, waited)
 
 
 # ---- this node's memory
@@ -322,7 +321,10 @@ class MemorySource:
             self.cause = "segment"
             return None
         whole, local = segment.whole, segment.local
-        tier, counter = where(device, device.name if local else ""), "own" if local else "peer"
+        counter = "own" if local else "peer"
+        # Without a GPU, host memory of another name counts as a peer.
+        on_host = device.medium == "host" and (device.ordinal is not None or local)
+        tier = "host" if on_host else counter
         name = f"the pool on {segment.device}"
         origin = Origin(tier, "chunks_retrieved", f"bytes_{counter}", name, POOL)
         host = context.kv.device.type != "cpu" and whole.device.type == "cpu"

@@ -6,9 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -181,31 +179,31 @@ class LoadStats:
 
     `tell` counts after the load is over: a request waits for the load's end, and not for counts.
 
-    tokens, nbytes: by tier: see `devices.where`, and "resident" (another instance's KV cache),
-    "store" (the offload tier). metadata_seconds: of questions to the server. data_seconds: of
-    copies, and of waits for the offload tier."""
+    tokens, nbytes: by tier: where the pool's memory lies, "own" GPU, "peer" or "host"; "resident"
+    (another instance's KV cache), "store" (the offload tier). metadata_seconds: of questions to the
+    server. data_seconds: of copies, and of waits for the offload tier."""
 
     def __init__(self, session: Session, name: str, blocks: int) -> None:
         """name: the request, for the log. blocks: of the whole load."""
         self._session, self._name, self._blocks = session, name, blocks
         self.tokens, self.nbytes = Counter[str](), Counter[str]()
         self.metadata_seconds = self.data_seconds = 0.0
-        self._untold: list[Callable[[], None]] = []
+        self._untold: list[tuple[Origin, Read, float | None]] = []
 
-    def later(self, count: Callable[..., None], *counted: Any) -> None:
-        """Let `tell` call a method below with these arguments."""
-        self._untold.append(partial(count, *counted))
+    def brought(self, origin: Origin, read: Read, waited: float | None = None) -> None:
+        """Note loaded blocks for `tell`. waited: since the load had no other work; None: as long as
+        the copy."""
+        self._untold.append((origin, read, waited))
 
     def tell(self) -> None:
-        """Make the calls left for later, and count the load for the server's statistics."""
-        while self._untold:
-            self._untold.pop(0)()
+        """Count the loaded blocks, and the load for the server's statistics."""
+        for brought in self._untold:
+            self._count(*brought)
+        self._untold.clear()
         if self._session.counts and (tokens := self.tokens.total()):
             self._session.client.count(loads=1, loaded=tokens)
 
-    def brought(self, origin: Origin, read: Read, waited: float | None = None) -> None:
-        """Count loaded blocks. waited: since the load had no other work; None: as long as the
-        copy."""
+    def _count(self, origin: Origin, read: Read, waited: float | None) -> None:
         stats = self._session.stats
         self.tokens[origin.tier] += read.tokens
         self.nbytes[origin.tier] += read.nbytes

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
@@ -33,16 +32,6 @@ class Device(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         return self.name if self.ordinal is None else f"{self.name} (cuda:{self.ordinal})"
-
-
-def where(reader: Device, owner: str) -> Literal["own", "peer", "host"]:
-    """Where the memory of device `owner` lies for `reader`: on the reader's GPU, on a peer, or on
-    the host.
-
-    Without a GPU, host memory of another name counts as a peer."""
-    if reader.medium == "host" and (reader.ordinal is not None or owner == reader.name):
-        return "host"
-    return "own" if owner == reader.name else "peer"
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,6 +29,7 @@ from vcache_backend.prove.prompts import (
     alike,
     ask,
     difference,
+    said,
 )
 
 from ...results import OutOfTime, Row, fraction
@@ -124,6 +125,35 @@ def agreeing(run: Run, kind: str = "") -> list[Row]:
         f"lengths {lengths}"
     )
     return [fraction(joined(fleet.rows, "instances_agree", kind), same, what)]
+
+
+def sensitive(run: Run, kind: str = "", times: int = 2) -> list[Row]:
+    """The control of the other comparisons: an early token changes the output, and the reference
+    repeats itself.
+    """
+    fleet, prompts = run.fleet, run.prompts
+    alone, few = fleet.instance(joined(kind, "alone")), fleet.scale.few
+    changed, repeated = list[bool](), list[bool]()
+
+    def hits(hit: Hit) -> list[dict[str, Any]]:
+        alone.ask("generate", SECONDS, tokens=hit.first, count=1)
+        return [reference(alone, fleet, hit) for _ in "12"]
+
+    for length in few * times:
+        hit = prompts.whole(length)
+        if fleet.in_place:
+            hit = hit._replace(cached=ANY)
+        one, again = hits(hit)
+        altered = prompts.altered(hit.first)
+        other, _ = hits(Hit(hit.kind, altered, altered, hit.cached))
+        changed.append(said(one) != said(other))
+        repeated.append(said(one) == said(again))
+    what = f"prompts whose logprobs after a prefix-cache hit change with token 0; lengths {few}"
+    twice = f"vLLM's own prefix-cache hit twice, bit for bit; lengths {few}"
+    return [
+        fraction(joined(fleet.rows, "first_token_matters", kind), changed, what),
+        fraction(joined(fleet.rows, "reference_repeats", kind), repeated, twice),
+    ]
 
 
 def flipped(run: Run, kind: str = "") -> list[Row]:

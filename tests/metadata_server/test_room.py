@@ -1,0 +1,150 @@
+"""The pool's room: where chunks go, which leave first, and how long a turn takes. What always holds,
+in any order of events, is in test_directory.py."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from model import FakeClock, chunk_key
+from server_cases import A_TURN, work_of
+
+from vcache_backend.metadata_server.directory import Backlog, Directory
+from vcache_backend.metadata_server.processes import Peer, ProcessId
+from vcache_backend.metadata_server.slots import SlotRegion, SlotsTable
+from vcache_backend.protocol import messages as m
+
+KIB = 1 << 10
+ME = Peer(1, ProcessId(10, 1), "gpu-0", "cuda")
+MANY = 10_000
+
+
+class Pool:
+    """A directory, and its tables as clients hold them."""
+
+    def __init__(self, **more: int) -> None:
+        self.clock, self.fds = FakeClock(), dict[str, int]()
+        self.backlog = Backlog()
+        self.directory = Directory(self.clock, 30.0, self.backlog, Counter(), **more)
+
+    def add(self, name: str, nbytes: int, device: str = "gpu-0", medium: m.Medium = "cuda") -> None:
+        info = m.SegmentInfo(m.SegmentId(name), device, medium, nbytes)
+        table = SlotsTable.create(name, nbytes)
+        if name in self.fds:
+            table.close()
+            table = SlotsTable.take_over(self.fds[name], name, nbytes)
+        self.fds.setdefault(name, os.dup(table.fd))
+        self.directory.add(SlotRegion(info, table))
+
+    def store(self, *numbers: int, nbytes: int = KIB, client: Peer = ME) -> list[str | int]:
+        """In which segments, or why not."""
+        reserved = self.directory.reserve(client, list(map(chunk_key, numbers)), nbytes)
+        self.directory.commit(client, reserved.reservation)
+        return [at.segment if isinstance(at, m.Location) else at for at in reserved.slots]
+
+    def here(self, *numbers: int) -> list[int]:
+        places = self.directory.places(list(map(chunk_key, numbers)))
+        return [at for at, place in zip(numbers, places, strict=True) if place is not None]
+
+    def restart(self) -> None:
+        for region in self.directory.regions.values():
+            region.table.close()
+        self.backlog = Backlog()
+        self.directory = Directory(self.clock, 30.0, self.backlog, Counter())
+
+
+def test_chunks_go_to_the_own_device_first_then_to_where_there_is_room() -> None:
+    pool = Pool()
+    pool.add("far", 8 * KIB, "gpu-1")
+    pool.add("own", 2 * KIB)
+    pool.add("host", 64 * KIB, "host", "host")
+    assert pool.store(1, 2, 3, 4) == ["own", "own", "far", "far"]
+    avoids = msgspec.structs.replace(ME, avoids={m.SegmentId("own")})
+    assert pool.store(5, client=avoids) == ["far"], "it cannot map the other one"
+    assert pool.store(1, 1, 6) == [m.Refusal.EXISTS, m.Refusal.EXISTS, "far"]
+    everything = msgspec.structs.replace(ME, avoids={m.SegmentId("own"), m.SegmentId("far")})
+    refused = pool.directory.reserve(everything, [chunk_key(9)], KIB)
+    assert refused.slots == [m.Refusal.NO_SEGMENT]
+    assert "cannot map any cuda segment" in refused.reason
+    refused = pool.directory.reserve(ME, [chunk_key(9)], 9 * KIB)
+    assert refused.slots == [m.Refusal.TOO_LARGE]
+    assert "set pool.segment_bytes >= 9216" in refused.reason
+
+
+def test_the_least_recently_used_leave_and_the_end_of_a_prefix_first() -> None:
+    pool = Pool()
+    pool.add("s", 8 * KIB)
+    pool.store(*range(8))
+    pool.directory.pin(list(map(chunk_key, (5, 6, 7))), 0.0)
+    pool.store(8, 9, 10)
+    assert pool.here(*range(11)) == [0, 1, 5, 6, 7, 8, 9, 10]
+    pool.directory.touch(list(map(chunk_key, (0, 1))))
+    pool.store(11, 12)
+    assert pool.here(*range(13)) == [0, 1, 5, 8, 9, 10, 11, 12]
+
+
+def test_a_slab_changes_its_size_for_chunks_of_another_one() -> None:
+    pool = Pool()
+    pool.add("s", 64 * KIB)
+    pool.store(*range(64))
+    assert pool.store(100, 101, nbytes=2 * KIB) == ["s", "s"]
+    left = pool.here(*range(64))
+    assert len(left) == 60, "two slabs of two slots each"
+    assert pool.here(100, 101) == [100, 101]
+    assert pool.directory.segments()[0].chunks == len(left) + 2
+
+
+def test_no_more_chunks_than_there_may_be() -> None:
+    pool = Pool(max_chunks=3)
+    pool.add("s", 64 * KIB)
+    assert pool.store(0, 1, 2) == ["s"] * 3
+    assert pool.store(3) == ["s"]
+    assert pool.here(0, 1, 2, 3) == [0, 1, 3], "it replaces one"
+
+
+def test_a_writer_that_is_done_before_its_table_comes_leaves_nothing_in_quarantine() -> None:
+    """It reconnects, and gives its reservation back, before it offers the segment again."""
+    pool = Pool()
+    pool.add("s", 4 * KIB)
+    first = pool.directory.reserve(ME, [chunk_key(0)], KIB).reservation
+    other = pool.directory.reserve(ME, [chunk_key(1)], KIB).reservation
+    pool.restart()
+    assert pool.directory.abort(ME, first) == 0
+    pool.add("s", 4 * KIB)
+    assert pool.directory.quarantined() == {10: 1}
+    assert pool.directory.commit(ME, other) == []
+    assert not pool.directory.quarantined()
+    assert pool.store(*range(4)) == ["s"] * 4
+
+
+def clear(pool: Pool) -> object:
+    return pool.directory.clear(b"")
+
+
+def drop(pool: Pool) -> object:
+    return pool.directory.drop(m.SegmentId("s"))
+
+
+def offer_again(pool: Pool) -> object:
+    pool.restart()
+    return pool.add("s", MANY * KIB)
+
+
+@pytest.mark.parametrize("does", [clear, drop, offer_again])
+def test_no_turn_is_long(does: Callable[[Pool], object]) -> None:
+    pool = Pool()
+    pool.add("s", MANY * KIB)
+    for first in range(0, MANY, 1000):
+        pool.store(*range(first, first + 1000))
+    assert work_of(lambda: does(pool)) <= A_TURN
+    assert pool.backlog
+    if does is not offer_again:
+        assert pool.here(*range(MANY)) == [], "at once"
+    while pool.backlog:
+        assert work_of(lambda: pool.backlog.run(1024)) <= A_TURN
+    found = len(pool.here(*range(MANY)))
+    assert found == len(pool.directory) == (MANY if does is offer_again else 0)
+    assert len(pool.directory.regions) == (does is not drop)

@@ -1,0 +1,175 @@
+"""The pool's slots: where each chunk is, when it was used, and which one leaves for another. Pure:
+a clock, no socket."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from itertools import count, islice
+
+from vcache_backend.metadata_server.processes import Peer
+from vcache_backend.metadata_server.slots import SLAB_BITS, SLAB_SLOTS, SLABS, SlotRegion
+from vcache_backend.protocol import messages as m
+from vcache_backend.protocol.generation_table import SLOTS
+
+SLOT_BITS = SLOTS.bit_length() - 1
+SLOT_MASK = SLOTS - 1
+
+
+class Room:
+    """Chunks in slots of regions. A place is a region's number and a slot of its table, as one
+    integer."""
+
+    SEARCH = 64
+    """How many chunks of other sizes may be older before a slab changes its size."""
+    MAX_SEARCH = 2048
+    """The most chunks that one request passes over to evict others: a few milliseconds."""
+
+    def __init__(self, now: Callable[[], float], counters: Counter[str], max_chunks: int) -> None:
+        self._now, self._counters, self._max_chunks = now, counters, max_chunks
+        self.regions: dict[int, SlotRegion] = {}
+        self.chunks = OrderedDict[m.ChunkKey, int]()
+        """The place of each committed chunk, the least recently used first."""
+        self.of_space = Counter[bytes]()
+        """Chunks by namespace."""
+
+    def at(self, place: int) -> tuple[SlotRegion, int]:
+        return self.regions[place >> SLOT_BITS], place & SLOT_MASK
+
+    def put(self, key: m.ChunkKey, place: int) -> None:
+        self.chunks[key] = place
+        self.regions[place >> SLOT_BITS].chunks += 1
+        self.of_space[key[: m.NAMESPACE_BYTES]] += 1
+
+    def use(self, keys: list[m.ChunkKey], places: list[int], until: float = 0.0) -> None:
+        """Make chunks recent, the first most of all, and keep them until a time."""
+        for key, place in zip(reversed(keys), reversed(places), strict=True):
+            region, slot = self.at(place)
+            if until > region.pins[slot]:
+                region.pins[slot] = until
+            self.chunks.move_to_end(key)
+
+    def evict(self, key: m.ChunkKey) -> None:
+        """Forget a chunk. Its slot is free."""
+        region, slot = self.forget(key)
+        region.give(slot)
+
+    def forget(self, key: m.ChunkKey) -> tuple[SlotRegion, int]:
+        """Forget a chunk. The caller gives its slot to another one, or frees it."""
+        place = self.chunks.pop(key)
+        region, slot = self.regions[place >> SLOT_BITS], place & SLOT_MASK
+        region.table.void(slot)
+        region.pins[slot] = 0.0
+        region.chunks -= 1
+        self.of_space[key[: m.NAMESPACE_BYTES]] -= 1
+        return region, slot
+
+    def take(self, client: Peer, size: int, most: int, pending: int) -> list[int]:
+        """Take up to so many slots of this size, which the caller grants at once: free ones, on the
+        client's device first, then those of the least recently used chunks. pending: how many
+        chunks are being written."""
+        allowed = max(self._max_chunks - len(self.chunks) - pending, 0)
+        taken = list(islice(self._free_slots(client, size), min(most, allowed)))
+        looks, slots = self.MAX_SEARCH, SLAB_SLOTS
+        while len(taken) < most and looks > 0 and slots > 0:
+            before = len(taken)
+            equal, others, passed = self._victims(client, size, most - before, looks)
+            for key, place in equal:
+                self.forget(key)
+                self.regions[place >> SLOT_BITS].evictions += 1
+                taken.append(place)
+            self._counters["evicted"] += len(equal)
+            looks -= max(len(passed), self.MAX_SEARCH // 8)
+            while others and len(taken) == before and slots > 0:
+                at = others.pop(0)
+                slots -= self.regions[at // SLABS].slabs[at % SLABS].place.slots
+                if self._resized(at, size):
+                    taken += islice(self._of_slab(*divmod(at, SLABS), size), most - before)
+            if len(taken) == before:  # let the next search begin behind them
+                for key, _ in passed:
+                    self.chunks.move_to_end(key)
+                if len(passed) >= len(self.chunks):
+                    break
+        return taken
+
+    def _free_slots(self, client: Peer, size: int) -> Iterator[int]:
+        rank = {
+            n: (r.device != client.device, -r.unused)
+            for n, r in self.regions.items()
+            if r.unused >= size and r.rebuilt and usable(r, client)
+        }
+        return self._each_free(sorted(rank, key=rank.__getitem__), size)
+
+    def _each_free(self, numbers: list[int], size: int) -> Iterator[int]:
+        for number in numbers:
+            region = self.regions[number]
+            for slab in count():
+                if slab == len(region.slabs) and region.cut(size) is None:
+                    break
+                place = region.slabs[slab].place
+                if place.slot_bytes != size <= place.nbytes and region.slabs[slab].empty:
+                    region.resize(slab, size)
+                yield from self._of_slab(number, slab, size)
+
+    def _of_slab(self, number: int, slab_number: int, size: int) -> Iterator[int]:
+        region = self.regions[number]
+        slab = region.slabs[slab_number]
+        while slab.place.slot_bytes == size and slab.free:
+            region.unused -= size
+            yield number << SLOT_BITS | slab_number << SLAB_BITS | slab.free.pop()
+
+    def _victims(
+        self, client: Peer, size: int, most: int, looks: int
+    ) -> tuple[list[tuple[m.ChunkKey, int]], list[int], list[tuple[m.ChunkKey, int]]]:
+        """The least recently used chunks of this size, until `SEARCH` chunks of other sizes or
+        `looks` of any kind that stay were used before; the slabs of those of other sizes; all that
+        stay."""
+        now, equal, others = self._now(), list[tuple[m.ChunkKey, int]](), dict[int, None]()
+        passed, since = list[tuple[m.ChunkKey, int]](), 0
+        sizes = {
+            number * SLABS + at: slab.place.slot_bytes
+            for number, region in self.regions.items()
+            if usable(region, client)
+            for at, slab in enumerate(region.slabs)
+            if slab.place.nbytes >= size
+        }
+        for chunk in self.chunks.items():
+            place, at = chunk[1], chunk[1] >> SLAB_BITS
+            may_go = at in sizes and self.regions[at // SLABS].pins[place & SLOT_MASK] <= now
+            if may_go and sizes[at] == size:
+                equal.append(chunk)
+                since = 0
+            else:
+                passed.append(chunk)
+                if may_go:
+                    others[at] = None
+                    since += 1
+            if len(equal) == most or since == self.SEARCH or len(passed) == looks:
+                break
+        return equal, list(others), passed
+
+    def _resized(self, at: int, size: int) -> bool:
+        """Evict all chunks of a slab, unless one is pinned or being written, and change its slots'
+        size."""
+        number, slab_number = divmod(at, SLABS)
+        region = self.regions[number]
+        slab, first = region.slabs[slab_number], slab_number << SLAB_BITS
+        if slab.place.nbytes < size or not region.rebuilt:
+            return False
+        if max(region.pins[first : first + slab.place.slots]) > self._now():
+            return False
+        used = list(region.table.occupied(first, slab.place.slots))
+        if not all(one.committed for one in used):
+            return False
+        for one in used:
+            self.evict(one.key)
+        region.evictions += len(used)
+        self._counters["evicted"] += len(used)
+        region.resize(slab_number, size)
+        return True
+
+
+def usable(region: SlotRegion, client: Peer) -> bool:
+    """Whether a client may store in a segment."""
+    here = region.state == "live" and region.medium == client.medium
+    return here and region.id not in client.avoids
