@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from vcache_backend.children import Child
 from vcache_backend.prove.prompts import (
     ANY,
     EXPONENT,
@@ -35,6 +36,14 @@ from vcache_backend.prove.prompts import (
 from ...results import OutOfTime, Row, fraction
 from ..fleet import Fleet, Run
 from ..instances import joined
+
+
+def reference(child: Child, fleet: Fleet, hit: Hit) -> dict[str, Any]:
+    """The answer to `then` after a hit in vLLM's own prefix cache, once `first` is computed."""
+    answer = ask(child, hit.then, fleet.scale.answer)
+    if hit.cached not in (ANY, cached := answer["cached"]):
+        raise RuntimeError(f"the reference hits {cached} tokens where {hit.cached} were due")
+    return answer
 
 
 class Pair:
