@@ -170,6 +170,12 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
             self.fail(half.context.refused)
 
     @guarded(answer(None))
+    def open_nothing(self) -> None:
+        """Have no open loads: beside other connectors, only what is there counts as a hit."""
+        if self._scheduler is not None:
+            self._scheduler.open_nothing()
+
+    @guarded(answer(None))
     def on_new_request(self, request: Any) -> None:
         if self._scheduler is not None:
             self._scheduler.arrived(request)

@@ -143,11 +143,11 @@ class Lookups:
             return self.ask_again(tracked, chunk)
         self.forget(tracked)
         at, lookup = monotonic(), tracked.lookup
-        if lookup.probe is None:
-            # A request waits once, for one chunk.
-            lookup.probe = replace(self._request(tracked, chunk, begins=False), promise=0)
+        if lookup.probe is None or lookup.probe[0] != chunk:
+            find = replace(self._request(tracked, chunk, begins=False), promise=0)
+            lookup.probe = chunk, find
         try:
-            sent = client.send_find(lookup.probe, _patience(client))
+            sent = client.send_find(lookup.probe[1], _patience(client))
         except VCacheError as error:
             log.debug("look-up: %s", error)
             return False
@@ -349,6 +349,7 @@ class Lookups:
         answer = Answer(first, first + hits, first + chunks, at, monotonic() - started, tokens)
         answer.residents, answer.whole = residents, context.by_ends
         answer.by_chunks = context.publications is None or b"\1" in reply.pooled
+        answer.epoch = reply.epoch
         if context.by_ends:
             answer.found = found * context.hash_block
         if coming is not None:

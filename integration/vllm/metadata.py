@@ -57,7 +57,7 @@ class LoadSpec(_Spec, frozen=True):
     offload: also read from the offload tier. promote: store chunks from the offload tier in the
     pool again. prefix: see `StoreSpec`, if `offload`. residents: blocks in other instances' KV
     caches, numbered as in `blocks`. publication: of the blocks once all are loaded. number: of the
-    load, never used again; 0: load nothing and report a failure."""
+    load, never used again; 0: load nothing and report a failure. open: `MoreBlocks` may follow."""
 
     request_id: str
     keys: list[ChunkKey] = []
@@ -69,6 +69,16 @@ class LoadSpec(_Spec, frozen=True):
     residents: list[ResidentRun] = []
     publication: PublicationSpec | None = None
     number: int = 0
+    open: bool = False
+
+
+class MoreBlocks(_Spec, frozen=True):
+    """Further blocks of an open load, in other instances' KV caches. last: nothing follows, so the
+    load ends with the blocks that it has."""
+
+    number: int
+    residents: list[ResidentRun]
+    last: bool
 
 
 class StoreSpec(_Spec, frozen=True):
@@ -107,6 +117,7 @@ class StepMetadata(msgspec.Struct):
     loads."""
 
     loads: list[LoadSpec] = []
+    more: list[MoreBlocks] = []
     stores: list[StoreSpec] = []
     fresh: list[list[int]] = []
     cancelled: set[str] = set()
@@ -122,7 +133,9 @@ class StepMetadata(msgspec.Struct):
     @property
     def only_publishes(self) -> bool:
         """Whether a worker has nothing to do but to publish."""
-        begins = self.loads or self.stores or self.fresh or self.cancelled or self.echoes
+        begins = (
+            self.loads or self.more or self.stores or self.fresh or self.cancelled or self.echoes
+        )
         asks = self.idle or self.stop or self.introduce or self.instance
         return not (begins or asks or self.victims is not None)
 

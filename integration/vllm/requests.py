@@ -109,6 +109,8 @@ class Answer(msgspec.Struct):
     """The chunks behind the hits that another instance is computing."""
     comes_to: int = 0
     """The chunk behind the last of `coming`."""
+    epoch: int = 0
+    """Of the namespace."""
     counted: bool = False
     """The metrics contain this answer."""
     state: AnswerState = AnswerState.HERE
@@ -168,8 +170,8 @@ class LookupState(msgspec.Struct):
     named: bytes = b""
     """Packed, the names of the blocks that it had by then: see `Lookups.hashes`."""
     question: Question | None = None
-    probe: Find | None = None
-    """What `Lookups.probe` asks."""
+    probe: tuple[int, Find] | None = None
+    """The last chunk for which `Lookups.probe` asked, and what it asked."""
     answer: Answer | None = None
     late_since: float | None = None
     """Since when vLLM comes back for a late answer (time.monotonic)."""
@@ -197,11 +199,22 @@ class Wait(msgspec.Struct, frozen=True):
     """The server has reported a promise."""
     gone: float | None = None
     """When the server first reported that the promise has ended; None: it has not."""
+    asks: int | None = None
+    """The chunk that is probed; None: the last one that the request waits for."""
+    quiet: float = inf
+    """Of an open load, which holds blocks: how long the owner may make no progress."""
+    epoch: int = 0
+    """Of an open load: the namespace's epoch, in which all its blocks were published."""
 
     @property
     def until(self) -> float:
         """The latest end (time.monotonic)."""
         return self.since + self.bound
+
+    @property
+    def probes(self) -> int:
+        """The chunk that is probed."""
+        return self.target - 1 if self.asks is None else self.asks
 
 
 class WaitState(msgspec.Struct):
@@ -305,7 +318,7 @@ class Tracked(msgspec.Struct):
     supplied: int = 0
     """`local` and the tokens that we load."""
     load: LoadSpec | None = None
-    """The load under way."""
+    """The load under way. It is open while the request's wait goes on: further blocks may come."""
     lookup: LookupState = msgspec.field(default_factory=LookupState)
     wait: WaitState = msgspec.field(default_factory=WaitState)
     promise: PromiseState = msgspec.field(default_factory=PromiseState)

@@ -21,7 +21,7 @@ from .consumers import Unserved
 from .evictions import Duplicates, Victims
 from .instance import InstanceContext
 from .lookups import Lookups
-from .metadata import QUIET, LoadSpec, StepMetadata, WorkerReport
+from .metadata import QUIET, LoadSpec, MoreBlocks, StepMetadata, WorkerReport
 from .model import compat
 from .model.sharing import Plan
 from .model.spec import ShardSpec
@@ -81,6 +81,8 @@ class VCacheScheduler:
         self._promise_numbers = count(1)
         self._loads: list[LoadSpec] = []
         """Loads that begin with the next step."""
+        self._open: dict[str, Tracked] = {}
+        """Requests with open loads, by name."""
         self._given: dict[str, Any] = {}
         """The blocks of requests for which this connector loads nothing, for the next step."""
         self._cancelled: set[str] = set()
@@ -89,6 +91,10 @@ class VCacheScheduler:
         """The workers know the instance's name, under which they show their KV caches."""
 
     # ---- the start and the end
+
+    def open_nothing(self) -> None:
+        """See `Waits.open_nothing`."""
+        self._waits.open_nothing()
 
     def watch(self, pool: Any, fail: Callable[[str, Exception], None]) -> None:
         """Note vLLM's `BlockPool`, which vLLM shows before the first request. fail: see
@@ -171,10 +177,11 @@ class VCacheScheduler:
         least = context.config.connector.min_hit_tokens
         if most - local < least or not lookups.name(tracked):
             return MISS
-        first = local // context.chunk_size
-        if waits.follows(tracked, first):
+        wait, opened = tracked.wait.present, tracked.load is not None
+        first = wait.probes if wait and opened else local // context.chunk_size
+        if not opened and waits.follows(tracked, first):
             return FOLLOW
-        if (wait := tracked.wait.present) is not None:
+        if wait is not None:
             probed = lookups.probed(tracked)
             if probed is not None and waits.goes_on(tracked, probed):
                 return FOLLOW
@@ -182,7 +189,7 @@ class VCacheScheduler:
                 lookups.forget(tracked)
             elif tracked.lookup.question is None and (
                 # Without a server no question is sent, and the look-up ends the wait.
-                not waits.is_due(tracked) or lookups.probe(tracked, wait.target - 1)
+                not waits.is_due(tracked) or lookups.probe(tracked, wait.probes)
             ):
                 return FOLLOW
         answer = lookups.find(tracked, first, most)
@@ -205,6 +212,8 @@ class VCacheScheduler:
         tracked.load = self._planner.load(tracked, blocks.get_block_ids())
         self._promises.on_load(tracked)
         self._loads.append(tracked.load)
+        if tracked.load.open:
+            self._open[request.request_id] = tracked
 
     def given(self, request: Any, blocks: Any) -> None:
         """Note that vLLM has given the request `blocks`, into which another connector may load
@@ -216,6 +225,7 @@ class VCacheScheduler:
         """Forget a request that has ended for any reason."""
         name = request.request_id
         tracked = self._requests.pop(name, None)
+        self._open.pop(name, None)
         if self._spans is not None:
             self._spans.finished(name)
         if self.context.blocks is not None:
@@ -236,10 +246,12 @@ class VCacheScheduler:
         requests, cached = self._requests, output.scheduled_cached_reqs
         self._promises.rate.look()
         self._learn()
-        if self._rests(output):
+        more = self._further() if self._open else []
+        if not more and self._rests(output):
             told = self._planner.publications(requests)
             return StepMetadata(publications=told) if told else QUIET
         meta = self._metadata(not output.total_num_scheduled_tokens)
+        meta.more = more
         for name in self._given.keys() - output.num_scheduled_tokens.keys():
             meta.fresh += self._given[name].get_block_ids()
         self._given.clear()
@@ -285,6 +297,20 @@ class VCacheScheduler:
             and self._planner.rests(output, self._requests)
         )
 
+    def _further(self) -> list[MoreBlocks]:
+        """What has come for open loads. Those whose requests no longer wait end."""
+        told = list[MoreBlocks]()
+        for name, tracked in list(self._open.items()):
+            decision = self._decide(tracked) if tracked.wait.present else MISS
+            if decision.again:
+                continue
+            if decision.wait is None:
+                if tracked.wait.present:
+                    self._waits.over(tracked, "withdrawn")
+                del self._open[name]
+            told.append(self._planner.more(tracked, decision.tokens > 0))
+        return told
+
     def _metadata(self, idle: bool) -> StepMetadata:
         """The step's metadata without stores. idle: the step runs no model."""
         meta = StepMetadata(self._loads, cancelled=self._cancelled, idle=idle)
@@ -312,8 +338,11 @@ class VCacheScheduler:
         for name in output.finished_recving or ():
             # Otherwise a later request of this name would be cancelled.
             self._cancelled.discard(name)
-            if name in self._requests:
-                self._requests[name].load = None
+            if (tracked := self._requests.get(name)) is not None:
+                tracked.load = None
+                if self._open.pop(name, None) is not None:
+                    # Its blocks have changed.
+                    self._waits.over(tracked, "withdrawn")
 
     # ---- inside
 
@@ -327,7 +356,7 @@ class VCacheScheduler:
         for tracked in self._waits.waiting.values():
             wait = tracked.wait.present
             if wait and tracked.lookup.question is None and self._waits.is_due(tracked):
-                self.lookups.probe(tracked, wait.target - 1)
+                self.lookups.probe(tracked, wait.probes)
 
     def _learn(self) -> None:
         """Act on reads and resets by other instances, as the server reported them."""

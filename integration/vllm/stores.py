@@ -18,7 +18,7 @@ from vcache_backend.transfer.keys import state_keys
 from .blocks import NUMBERS
 from .instance import InstanceContext
 from .lookups import Lookups
-from .metadata import LoadSpec, PublicationSpec, StepMetadata, StoreSpec
+from .metadata import LoadSpec, MoreBlocks, PublicationSpec, StepMetadata, StoreSpec
 from .model.groups import Span
 from .requests import Answer, Tracked
 from .telemetry.events import block_stored
@@ -68,6 +68,7 @@ class StorePlanner:
             promote=promote and self._publications is None,
             prefix=self._lookups.keys(tracked, 0, first) if offload else [],
             number=next(self._load_numbers),
+            open=tracked.wait.present is not None,
             **self._blocks(tracked, block_tables, by_chunks),
         )
         # Chunks loaded from the pool are stored already. Only whole chunks of the offload tier are
@@ -79,6 +80,18 @@ class StorePlanner:
         if promoted:
             self._announce(tracked, first, end // size)
         return load
+
+    def more(self, tracked: Tracked, found: bool) -> MoreBlocks:
+        """Go on with the request's open load, or end it if the request no longer waits. found: its
+        last look-up has found blocks."""
+        load, answer, context = tracked.load, tracked.lookup.answer, self._context
+        assert load is not None
+        runs = list[ResidentRun]()
+        if found and answer is not None:
+            block = context.groups.block
+            span = Span(0, tracked.local // block, 0, len(load.blocks))
+            runs = answer.runs_of(span, answer.first * self._size // block)
+        return MoreBlocks(load.number, runs, tracked.wait.present is None)
 
     def _by_chunks(self, answer: Answer | None) -> bool:
         """Whether a load may take chunks out of the pool or the offload tier. Otherwise other KV

@@ -2,7 +2,8 @@
 whole rule, and pure. See docs/adr/0022.
 
 A waiting request stays in vLLM's queue and holds no blocks. vLLM asks for hits again in every
-step."""
+step. Once half of what is promised has come, the request may load it while it waits for the rest:
+an open load, which holds blocks for all of it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from vcache_backend.protocol.messages import HASH_BYTES, QUEUED_SECONDS
+from vcache_backend.protocol.messages import HASH_BYTES, QUEUED_SECONDS, Coming
 
 from .instance import InstanceContext
 from .requests import Answer, AnswerState, Tracked, Wait
@@ -54,7 +55,7 @@ class LookupDecision(NamedTuple):
     tokens: int = 0
     """Of a HIT: to load after those in vLLM's own cache."""
     wait: Wait | None = None
-    """Of a WAIT by `decide`."""
+    """Of a WAIT by `decide`, and of a HIT with an open load: the wait goes on."""
     end: str = ""
     """How the request's wait ends with this decision (`Meter.waited`); empty: it does not."""
 
@@ -82,9 +83,16 @@ class Rules(NamedTuple):
     """The fewest tokens of a load."""
     wait_factor: float
     """A wait is at most this many times as long as the owner's computation."""
+    opens: bool
+    """Loads may be open."""
     states: bool
     """A hit does not end with every chunk: the model keeps states or windows, which come behind
     their chunks."""
+
+    def patience(self, coming: Coming, chunks: int) -> float:
+        """How long an owner may take for so many chunks, in seconds."""
+        chunk = min(coming.chunk_seconds or UNKNOWN_CHUNK_SECONDS, LONGEST_CHUNK_SECONDS)
+        return self.wait_factor * chunk * chunks + SLACK_SECONDS
 
 
 class Asked(NamedTuple):
@@ -101,6 +109,8 @@ class Asked(NamedTuple):
     """The request has not waited, and not too many others wait."""
     wait: Wait | None
     """The present wait."""
+    loads: bool = False
+    """The wait's open load is under way."""
 
 
 def decide(rules: Rules, asked: Asked, answer: Answer, now: float) -> LookupDecision:
@@ -111,14 +121,48 @@ def decide(rules: Rules, asked: Asked, answer: Answer, now: float) -> LookupDeci
         return LookupDecision(LookupResult.MISS, end="late") if over else RETRY
     end = ""
     if wait is None:
-        if (begun := _begun(rules, asked, answer, now)) is not None:
-            return LookupDecision(LookupResult.WAIT, wait=begun)
-    elif not (end := _end(rules, wait, answer, now)):
-        return LookupDecision(LookupResult.WAIT, wait=_noted(wait, answer, now))
+        wait = _begun(rules, asked, answer, now)
+    elif asked.loads and answer.epoch != wait.epoch:
+        # After a reset nothing is added to blocks from before it.
+        return LookupDecision(LookupResult.MISS, end="withdrawn")
+    else:
+        end = _end(rules, wait, answer, now)
+        wait = _noted(wait, answer, now) if not end else None
+    if wait is not None:
+        return _opened(rules, asked, wait, answer) or _waiting(rules, asked, wait, answer)
     tokens = min(answer.tokens, asked.most) - asked.local
     if tokens < rules.least:
         return LookupDecision(LookupResult.MISS, end=end)
     return LookupDecision(LookupResult.HIT, tokens, end=end)
+
+
+def _opened(rules: Rules, asked: Asked, wait: Wait, answer: Answer) -> LookupDecision | None:
+    """Load what has come of a begun promise, at least half, and wait for the rest. None: not yet,
+    or nothing more than before."""
+    coming = answer.coming
+    if not rules.opens or answer.by_chunks or coming is None or not coming.begun:
+        return None
+    announced, size = asked.wait_seconds is not None, rules.chunk_size
+    whole = asked.most if announced else min(wait.target * size, asked.most)
+    here = min(answer.tokens, asked.most) - asked.local
+    quiet = rules.patience(coming, wait.target)
+    if asked.loads:
+        comes = answer.hits > wait.probes
+    else:
+        comes = answer.comes_to >= wait.target and coming.quiet <= quiet
+        comes &= 2 * here >= whole - asked.local and here >= rules.least
+    if not comes:
+        return None
+    opened = replace(wait, asks=answer.hits, quiet=quiet, epoch=answer.epoch)
+    return LookupDecision(LookupResult.HIT, whole - asked.local, opened)
+
+
+def _waiting(rules: Rules, asked: Asked, wait: Wait, answer: Answer) -> LookupDecision:
+    """Wait, first for the chunk with which half will have come."""
+    if not asked.loads:
+        half = (asked.local // rules.chunk_size + wait.target - 1) // 2
+        wait = replace(wait, asks=half if rules.opens and answer.hits <= half else None)
+    return LookupDecision(LookupResult.WAIT, wait=wait)
 
 
 def _noted(wait: Wait, answer: Answer, now: float) -> Wait:
@@ -144,8 +188,7 @@ def _begun(rules: Rules, asked: Asked, answer: Answer, now: float) -> Wait | Non
         return None
     else:
         target = min(asked.chunks, answer.comes_to)
-        chunk = min(coming.chunk_seconds or UNKNOWN_CHUNK_SECONDS, LONGEST_CHUNK_SECONDS)
-        bound = rules.wait_factor * chunk * (target - answer.hits) + SLACK_SECONDS
+        bound = rules.patience(coming, target - answer.hits)
     worth = min(target * rules.chunk_size, asked.most) - asked.local >= rules.least
     silent = coming is not None and coming.quiet > bound
     if answer.hits >= target or not bound or not worth or silent:
@@ -160,7 +203,7 @@ def _end(rules: Rules, wait: Wait, answer: Answer, now: float) -> str:
         return "kept"
     if answer.state is AnswerState.FAILED:
         return "withdrawn"
-    if coming is not None and coming.quiet > wait.bound:
+    if coming is not None and coming.quiet > min(wait.bound, wait.quiet):
         return "silent"
     if now > wait.until:
         return "late"
@@ -177,13 +220,19 @@ class Waits:
     def __init__(self, context: InstanceContext, meter: Meter) -> None:
         connector, states = context.config.connector, bool(context.groups.states) or context.by_ends
         least, factor = connector.min_hit_tokens, connector.wait_factor
-        self._rules = Rules(context.chunk_size, least, factor, states)
+        opens = context.publications is not None and not context.by_ends and bool(factor)
+        opens &= context.offload is None and connector.kv_load_failure_policy == "recompute"
+        self._rules = Rules(context.chunk_size, least, factor, opens, states)
         self._context, self._meter = context, meter
         self._leaders: dict[bytes, Tracked] = {}
         """The requests of this instance that load or wait, by the first chunk's name. Announced
         requests only while they load."""
         self.waiting: dict[str, Tracked] = {}
         """The requests that wait, by name."""
+
+    def open_nothing(self) -> None:
+        """Wait for all that is promised before a load begins."""
+        self._rules = self._rules._replace(opens=False)
 
     def follows(self, tracked: Tracked, first: int) -> bool:
         """Whether another request of this instance brings the request's chunks from `first` on into
@@ -212,10 +261,10 @@ class Waits:
         return due
 
     def goes_on(self, tracked: Tracked, probed: Answer) -> bool:
-        """Note the answer to a probe for the last chunk that the request waits for. False: the
-        wait may be over, so the whole prompt is to be looked up."""
+        """Note the answer to a probe. False: the chunk has come, or the wait may be over, so the
+        prompt is to be looked up."""
         wait, now = tracked.wait.present, monotonic()
-        if wait is None:
+        if wait is None or probed.hits > wait.probes:
             return False
         if probed.state is AnswerState.LATE:
             return not _is_past(wait, now)
@@ -233,11 +282,14 @@ class Waits:
         state, params = tracked.wait, tracked.params
         bound = params.wait_seconds if params.announced else None
         may_wait = state.wait is None and len(self.waiting) < MOST_WAITING
-        asked = Asked(tracked.local, most, chunks, bound, may_wait, state.present)
+        loads = tracked.load is not None
+        asked = Asked(tracked.local, most, chunks, bound, may_wait, state.present, loads)
         decision = decide(self._rules, asked, answer, monotonic())
         if decision.end:
             self.over(tracked, decision.end, answer.hits)
-        elif decision.result is LookupResult.WAIT:
+            if loads:
+                self.on_load(tracked)
+        elif decision.wait is not None:
             if state.wait is None:
                 self.waiting[tracked.request.request_id] = tracked
                 state.asked = monotonic()

@@ -23,8 +23,13 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
-from vcache_backend.integration.vllm.metadata import LoadSpec, PublicationSpec, WorkerReport
-from vcache_backend.protocol.messages import HASH_BYTES
+from vcache_backend.integration.vllm.metadata import (
+    LoadSpec,
+    PublicationSpec,
+    StepMetadata,
+    WorkerReport,
+)
+from vcache_backend.protocol.messages import HASH_BYTES, ResidentRun
 
 from .scheduling import Instance, Place, Tables, full, local, serving, state, window
 
@@ -46,13 +51,24 @@ TURNS, ROOM = 500, 900
 
 
 @dataclass
+class Copy:
+    """A copy of a load. begins, ends: from which turn on it runs, and is judged."""
+
+    runs: list[ResidentRun]
+    begins: int
+    ends: int
+    begun: bool = False
+
+
+@dataclass
 class Load:
-    """A load under way. copies, ends: from which turn on its copy runs, and is judged."""
+    """A load under way. coming: its copies that are not judged. filled: its right blocks. open:
+    there may be more copies."""
 
     spec: LoadSpec
-    copies: int
-    ends: int
-    copied: bool = False
+    coming: list[Copy]
+    filled: Any
+    open: bool
 
 
 class Due(NamedTuple):
@@ -72,7 +88,10 @@ class Written(Instance):
     ) -> None:
         self.choice = choice
         policy = choice.choice(["fcfs", "fcfs", "priority"])
-        steps = {"max_num_batched_tokens": choice.choice([320, 640]), "scheduling_policy": policy}
+        steps = {
+            "max_num_batched_tokens": choice.choice([128, 320, 640]),
+            "scheduling_policy": policy,
+        }
         if policy == "priority":
             steps["long_prefill_token_threshold"] = 128
         super().__init__(where, undo, tables, blocks, steps)
@@ -188,13 +207,20 @@ class Written(Instance):
         """Loads go on; what the worker reports."""
         over, failed = set[str](), set[str]()
         for load in list(self.loads):
-            if turn >= load.copies and not load.copied:
-                self.copy(load.spec, owners)
-                load.copied = True
-            if turn >= load.ends:
+            for copy in list(load.coming):
+                if turn >= copy.begins and not copy.begun:
+                    self.copy(load, copy, owners, compares)
+                    copy.begun = True
+                if turn >= copy.ends:
+                    load.coming.remove(copy)
+                    for run in copy.runs:
+                        right = owners[bytes(run.instance)].right(run)
+                        load.filled[run.first] |= right or not compares
+            ends = load.spec.request_id not in self.scheduler.requests or not load.open
+            if ends and not load.coming:
                 self.loads.remove(load)
                 over.add(load.spec.request_id)
-                if compares and not unchanged(load.spec, owners):
+                if not load.filled.all():
                     failed.add(load.spec.request_id)
         self.seen["loaded"] += len(over - failed)
         self.seen["refused"] += len(failed)
@@ -202,22 +228,40 @@ class Written(Instance):
         said = {"finished_recving": over, "failed_recving": failed}
         return said | {"kv_connector_worker_meta": report}
 
-    def copy(self, spec: LoadSpec, owners: dict[bytes, Written]) -> None:
-        into = np.array(spec.blocks)
-        for run in spec.residents:
-            at = np.arange(run.first, run.stop)
-            blocks = np.frombuffer(run.blocks, dtype="<u4")[into[at] >= 0]
-            self.holds[into[at][into[at] >= 0]] = owners[bytes(run.instance)].holds[blocks]
+    def begin(self, meta: StepMetadata, turn: int) -> None:
+        """The loads of a step, and what comes for those that are open."""
+        for spec in meta.loads:
+            filled = np.array(spec.blocks) < 0
+            self.loads.append(Load(spec, [self.planned(spec.residents, turn)], filled, spec.open))
+            self.seen["opened"] += spec.open
+        for more in meta.more:
+            for load in self.loads:
+                if load.spec.number == more.number:
+                    load.coming.append(self.planned(more.residents, turn))
+                    load.open = not more.last
+                    self.seen["more"] += bool(more.residents)
 
+    def planned(self, runs: list[ResidentRun], turn: int) -> Copy:
+        begins = turn + self.choice.choice([1, 1, 3])
+        return Copy(runs, begins, begins + self.choice.choice([0, 1, 9]))
 
-def unchanged(spec: LoadSpec, owners: dict[bytes, Written]) -> bool:
-    """Whether all blocks that a load needs were read with their generations."""
-    filled = np.zeros(len(spec.blocks), dtype=bool)
-    for run in spec.residents:
+    def copy(self, load: Load, copy: Copy, owners: dict[bytes, Written], compares: bool) -> None:
+        """Each block from the first place where it has not changed."""
+        into = np.array(load.spec.blocks)
+        runs, copy.runs, lacking = copy.runs, [], into >= 0
+        for run in runs:
+            for at in range(run.first, run.stop):
+                one, owner = run.cut(at, at + 1), owners[bytes(run.instance)]
+                if lacking[at] and (owner.right(one) or not compares):
+                    (block,) = np.frombuffer(one.blocks, dtype="<u4")
+                    self.holds[into[at]] = owner.holds[block]
+                    lacking[at] = False
+                    copy.runs.append(one)
+
+    def right(self, run: ResidentRun) -> bool:
+        """Whether a block still has its generation."""
         blocks = np.frombuffer(run.blocks, dtype="<u4")
-        now = owners[bytes(run.instance)].counters[blocks]
-        filled[run.first : run.stop] |= now == np.frombuffer(run.generations, dtype="<u8")
-    return bool((filled | (np.array(spec.blocks) < 0)).all())
+        return bool((self.counters[blocks] == np.frombuffer(run.generations, dtype="<u8")).all())
 
 
 def standing_for(request: Any, table: int) -> Any:
@@ -273,9 +317,7 @@ class Planned:
                 engine.seen["reset"] += 1
             meta = engine.step(**engine.advance(turn, self.all, compares))
             engine.seen["preempted"] += sum(one.num_preemptions for one in requests.values())
-            for spec in meta.loads:
-                copies = turn + choice.choice([1, 1, 3])
-                engine.loads.append(Load(spec, copies, copies + choice.choice([0, 1, 9])))
+            engine.begin(meta, turn)
             engine.check_told()
         return sum((one.seen for one in self.all.values()), Counter[str]())
 

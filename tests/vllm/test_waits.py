@@ -39,7 +39,7 @@ __all__ = ["engine", "here", "make"]
 pytestmark = needs_vllm
 NOW, SIZE, WHOLE = 1000.0, 10, 8
 MISS, HIT, WAIT, RETRY = LookupResult
-RULES = Rules(SIZE, least=SIZE, wait_factor=1.5, states=False)
+RULES = Rules(SIZE, least=SIZE, wait_factor=1.5, opens=False, states=False)
 ASKED = Asked(
     local=0, most=WHOLE * SIZE - 1, chunks=WHOLE, wait_seconds=None, may_wait=True, wait=None
 )
@@ -50,7 +50,7 @@ WAITS = Wait(NOW, BOUND, began=2, target=WHOLE, promised=True)
 
 def answer(hits: int, coming: int = 0, quiet: float = 0.0, chunk_seconds: float = 0.5) -> Answer:
     """So many chunks are there, and so many of the next ones are promised."""
-    made = Answer(0, hits, hits, NOW, 0.0, hits * SIZE)
+    made = Answer(0, hits, hits, NOW, 0.0, hits * SIZE, by_chunks=False)
     if coming:
         made.coming = Coming(coming, True, quiet, chunk_seconds)
         made.comes_to = hits + coming
@@ -167,6 +167,75 @@ AGAIN = {
 }
 
 
+OPENS = {"opens": True}
+QUIET = 1.5 * WHOLE * 0.5 + SLACK_SECONDS
+"""How long the owner of an open load's chunks may make no progress."""
+HALF = 1.5 * 4 * 0.5 + SLACK_SECONDS
+"""The bound of the wait for 4 chunks behind 4 that are there."""
+SECOND = {**ALREADY, "wait": Wait(NOW, HALF, 4, WHOLE, True, None, 4, QUIET), "loads": True}
+QUEUED = replace(answer(4), coming=Coming(4, False, 0.0, 0.5), comes_to=WHOLE)
+
+
+def opened(came: int, bound: float = HALF, began: int = 4, tokens: int = 79) -> LookupDecision:
+    """Load so many chunks, and wait for the rest."""
+    wait = Wait(NOW, bound, began, WHOLE, True, None, came, QUIET)
+    return LookupDecision(HIT, tokens, wait)
+
+
+def asking(chunk: int | None, bound: float, began: int, promised: bool = True) -> LookupDecision:
+    """Wait, and ask for this chunk alone."""
+    return LookupDecision(WAIT, wait=Wait(NOW, bound, began, WHOLE, promised, None, chunk))
+
+
+OPEN = {
+    "half of it is there": Case(answer(4, coming=4), opened(4)),
+    "half of what vLLM lacks": Case(
+        answer(5, coming=3), opened(5, 2.25 + SLACK_SECONDS, 5, 59), asked={"local": 20}
+    ),
+    "less than half": Case(answer(2, coming=6), asking(3, BOUND, 2)),
+    "less than half of what vLLM lacks": Case(
+        answer(4, coming=4), asking(5, HALF, 4), asked={"local": 40}
+    ),
+    "half of it in a pool": Case(
+        replace(answer(4, coming=4), by_chunks=True), asking(None, HALF, 4)
+    ),
+    "the rest is queued": Case(QUEUED, asking(None, HALF, 4)),
+    "the owner makes no progress": Case(
+        answer(4, coming=4, quiet=QUIET + 0.1), asking(None, 30.0, 4), asked=ANNOUNCED
+    ),
+    "another computes a part of the rest": Case(
+        answer(4, coming=2), asking(None, 30.0, 4), asked=ANNOUNCED
+    ),
+    "announced": Case(answer(4, coming=4), opened(4, 30.0), asked=ANNOUNCED),
+    "announced, and nobody has begun": Case(
+        answer(0), asking(3, 30.0, 0, promised=False), asked=ANNOUNCED
+    ),
+    "while it waits": Case(answer(5, coming=3), opened(5, BOUND, 2), asked=ALREADY),
+    "it goes on": Case(answer(6, coming=2), opened(6), asked=SECOND),
+    "nothing more has come": Case(
+        answer(4, coming=4), LookupDecision(WAIT, wait=SECOND["wait"]), asked=SECOND
+    ),
+    "all has come": Case(answer(WHOLE), hit(79, "kept"), asked=SECOND),
+    "all has come after a reset": Case(
+        replace(answer(WHOLE), epoch=1), miss("withdrawn"), asked=SECOND
+    ),
+    "the owner has stopped": Case(
+        answer(6, coming=2, quiet=QUIET + 0.1),
+        hit(60, "silent"),
+        asked={**SECOND, "wait": replace(SECOND["wait"], bound=60.0)},
+    ),
+    "the rest was given up": Case(answer(6), hit(60, "withdrawn"), asked=SECOND),
+    "the server is gone": Case(FAILED, miss("withdrawn"), asked=SECOND),
+    "it takes too long": Case(answer(6, coming=2), hit(60, "late"), later=HALF + 0.1, asked=SECOND),
+}
+
+
+@pytest.mark.parametrize("case", OPEN.values(), ids=OPEN)
+def test_an_open_load(case: Case) -> None:
+    rules = OPENS | case.rules
+    assert _decided(case._replace(rules=rules), {}) == case.decided
+
+
 @pytest.mark.parametrize("case", ONCE.values(), ids=ONCE)
 def test_a_first_answer(case: Case) -> None:
     assert _decided(case, {}) == case.decided
@@ -187,6 +256,7 @@ def _decided(case: Case, state: dict[str, Any]) -> LookupDecision:
     [
         (miss(), (0, False)),
         (hit(7), (7, True)),
+        (opened(4), (79, True)),
         (LookupDecision(WAIT), (None, False)),
         (LookupDecision(RETRY), (None, False)),
     ],

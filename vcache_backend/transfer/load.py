@@ -51,6 +51,7 @@ class Load:
         name: str = "",
         runs: Sequence[ResidentRun | SlotRun] = (),
         neighbours: Neighbours | None = None,
+        more: bool = False,
     ) -> None:
         """keys: `keys[i]` belongs to chunk i of `places`. Blocks without a key, perhaps all, are
         looked for in `runs` only.
@@ -59,7 +60,8 @@ class Load:
         offload: look in the offload tier for chunks that the pool lacks. name: of the request, for
         the log. runs: where blocks are known to be, in the KV caches of `neighbours` or in the
         pool: a resident run counts blocks of `places`, a run of slots counts chunks. The load finds
-        the other chunks itself.
+        the other chunks itself. more: the load is open, and `extend` tells of further runs: until
+        the last ones it waits for missing blocks. Without keys.
 
         A new KV cache is mapped in the background, and the load waits for it. If memory is used
         again before its copy would start, another source may provide the blocks."""
@@ -77,6 +79,7 @@ class Load:
         """The first block behind those that copies have brought."""
         self._end = places.total
         """The first block that is no longer wanted: no copy of this or a later block starts."""
+        self._open = more
         self._failed = self._cancelled = self._over = False
 
     def advance(self) -> bool:
@@ -98,6 +101,16 @@ class Load:
         if not self._parts and (self._failed or self.reached >= self._end):
             self._finish()
         return self._over
+
+    def extend(self, runs: Sequence[ResidentRun], last: bool) -> None:
+        """Go on with these runs. last: no others follow, so the load ends with what it has."""
+        self._memory.extend(runs)
+        self._open = not last
+
+    @property
+    def starved(self) -> bool:
+        """Whether an open load only waits for further runs."""
+        return self._open and not self._parts and not self._memory.has(self.reached)
 
     def run(self, patience: float) -> int:
         """Wait until the load is over. Abandons it after `patience` seconds without a further
@@ -236,6 +249,8 @@ class Load:
             return self._began(offload.launch(block))
         if self._began(memory.launch(block)):
             return True
+        if self._open:
+            return False
         if offload is not None and offload.may_have:
             self._context.idle_since = perf_counter()
             # Another instance may have stored the chunk between the two questions.

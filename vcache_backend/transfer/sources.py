@@ -220,14 +220,19 @@ class MemorySource:
         first. Begins to map the KV caches."""
         self._context, self._neighbours = context, neighbours
         self._known = list[_Known]()
-        for run in runs:
-            if isinstance(run, SlotRun):
-                self._known.append(_Known(context, run))
-            elif neighbours is not None and run.fits():
-                self._known.append(_Known(context, run))
-                neighbours.expects(run.instance)
+        self.extend(runs)
         self._unasked = bool(self._known and context.keys)
         self.cause = ""
+
+    def extend(self, runs: Sequence[Run]) -> None:
+        """Further places, to be tried behind those that are known."""
+        neighbours = self._neighbours
+        for run in runs:
+            if isinstance(run, SlotRun):
+                self._known.append(_Known(self._context, run))
+            elif neighbours is not None and run.fits():
+                self._known.append(_Known(self._context, run))
+                neighbours.expects(run.instance)
 
     def expects(self, block: int) -> bool:
         """Whether this block's KV cache is still being mapped."""

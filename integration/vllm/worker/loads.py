@@ -43,6 +43,7 @@ class Loading(transfer.Load):
             name=spec.request_id,
             runs=spec.residents,
             neighbours=worker.neighbours,
+            more=spec.open,
         )
         self.began = time.time_ns()
         self.worker, self.spec = worker, spec
@@ -63,7 +64,7 @@ class Loading(transfer.Load):
     @property
     def failure(self) -> str:
         """The metrics' name for the cause of a failure."""
-        absent = "store" if self.spec.offload else "changed"
+        absent = "store" if self.spec.offload else "unkept" if self.spec.open else "changed"
         return absent if self.cause == transfer.ABSENT else self.cause
 
     @property
@@ -143,6 +144,10 @@ class Loads:
                     self._end(spec, None)
                 else:
                     self._under_way.append(Loading(worker, spec, mark))
+        for more in meta.more:
+            for loading in self._under_way:
+                if loading.spec.number == more.number:
+                    loading.extend(more.residents, more.last)
         for loading in self._under_way:
             if loading.spec.request_id in meta.cancelled:
                 loading.cancel()
@@ -156,9 +161,11 @@ class Loads:
         idle: the step runs no model, so it waits for a load to end, within bounds."""
         self._advance()
         began = time.monotonic()
-        while idle and self._under_way and not self._over:
-            first = self._under_way[0]
-            if time.monotonic() > began + (COPY_SECONDS if first.launched else IDLE_SECONDS):
+        while idle and not self._over:
+            first = next((one for one in self._under_way if not one.starved), None)
+            if first is None or time.monotonic() > began + (
+                COPY_SECONDS if first.launched else IDLE_SECONDS
+            ):
                 break
             first.wait(IDLE_SECONDS)
             self._advance()
