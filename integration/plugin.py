@@ -11,13 +11,11 @@ an engine process, where much of the log follows."""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import importlib
-import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,14 +30,12 @@ FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 CONNECTOR, CLASS = "vcache_backend.integration.vllm_connector", "VCacheConnector"
 BESIDE = "VCacheMultiConnector"
 """The class that puts our connector beside others."""
-_OTHERS = {"engine_id", "kv_role", "kv_buffer_device", "kv_load_failure_policy"}
-"""vLLM's settings of a connector that do not name it."""
 _registered = False
 log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Cheap. Raises only SystemExit, for a mistake on the command line of vLLM's own command."""
+    """Cheap. Never raises."""
     global _registered
     _registered = True
     register_name()
@@ -49,8 +45,6 @@ def register() -> None:
     made = getattr(sys.modules.get(ARGUMENTS), "EngineArgs", None)
     if callable(getattr(made, "create_engine_config", None)):
         replace(made, "create_engine_config", _checking)
-        # vLLM's parser meets an unknown key before there are engine arguments.
-        _refuse(next(filter(None, map(mistake, _given(sys.argv))), ""))
 
 
 def register_name() -> None:
@@ -102,15 +96,6 @@ def _refuse(fault: str) -> None:
         raise SystemExit(f"vcache: {fault}")
 
 
-def _given(arguments: Sequence[str]) -> Iterator[Any]:
-    """The values of `--kv-transfer-config` that are JSON."""
-    for at, argument in enumerate(arguments):
-        name, _, value = argument.partition("=")
-        if name.replace("_", "-") == "--kv-transfer-config":
-            with suppress(ValueError):
-                yield json.loads(value or "".join(arguments[at + 1 : at + 2]))
-
-
 def mistake(transfer: Any) -> str:
     """The first mistake in our connectors' settings in vLLM's `kv_transfer_config`, in one line, or
     empty. Never raises."""
@@ -136,8 +121,8 @@ def _connectors(transfer: Any, where: str = "") -> Iterator[tuple[str, Mapping[s
     """Each of our connectors, however misspelt, also within MultiConnectors: its place, and vLLM's
     settings of it."""
     told = transfer if isinstance(transfer, Mapping) else getattr(transfer, "__dict__", {})
-    names = [value for key, value in told.items() if key not in _OTHERS and isinstance(value, str)]
-    if "vcac" in " ".join(names).lower():
+    names = told.get("kv_connector"), told.get("kv_connector_module_path")
+    if "vcac" in str(names).lower():
         yield where, told
     if told.get("kv_connector") in ("MultiConnector", BESIDE):
         extra = told.get("kv_connector_extra_config") or {}
@@ -163,14 +148,6 @@ def misplaced(transfer: Any) -> str:
 
 def _switch(told: Mapping[str, Any]) -> str:
     """The mistake in the keys that name our connector, or empty."""
-    from vllm.config import KVTransferConfig
-
-    known = [field.name for field in dataclasses.fields(KVTransferConfig)]
-    for key in told:
-        if key not in known:
-            close = difflib.get_close_matches(key, known, 1)
-            meant = f"did you mean `{close[0]}`?" if close else f"vLLM knows {', '.join(known)}"
-            return f"kv_transfer_config has an unknown key `{printable(key)}`; {meant}"
     name, path = told.get("kv_connector"), told.get("kv_connector_module_path")
     if path in (None, CONNECTOR):
         meant = difflib.get_close_matches(str(name), (CLASS, BESIDE), 1, 0.0)[0]

@@ -19,10 +19,11 @@ from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from vcache_backend.errors import VCacheError
 
+T = TypeVar("T")
 START_SECONDS = 30.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -249,11 +250,9 @@ class MetadataServer(Program):
         self.until(self.path.exists)
 
 
-def until(what: Callable[[], Any], seconds: float, every: float = 0.01) -> bool:
-    """Wait until `what()` is true, at most so many seconds. Whether it is."""
+def until(what: Callable[[], T], seconds: float, every: float = 0.01) -> T:
+    """Wait until `what()` is true, at most so many seconds. Its last answer."""
     deadline = time.monotonic() + seconds
-    while not what():
-        if time.monotonic() > deadline:
-            return False
+    while not (answer := what()) and time.monotonic() < deadline:
         time.sleep(every)
-    return True
+    return answer

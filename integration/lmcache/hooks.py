@@ -23,15 +23,13 @@ from .scheduler import LMCacheScheduler
 if TYPE_CHECKING:
     from .worker import LMCacheWorker
 
-PLUGIN_MODULE = "vcache_backend.integration.lmcache"
-
 
 def our_names(config: Any) -> list[str]:
     """The names under which LMCache's `storage_plugins` have our plugin."""
     extra: Mapping[str, Any] = getattr(config, "extra_config", None) or {}
     names = getattr(config, "storage_plugins", None) or ()
-    module = "storage_plugin.{}.module_path"
-    return [name for name in names if str(extra.get(module.format(name))).startswith(PLUGIN_MODULE)]
+    paths = {name: str(extra.get(f"storage_plugin.{name}.module_path")) for name in names}
+    return [name for name, path in paths.items() if path.startswith(__package__)]
 
 
 # ---- vLLM's processes: the constructor of its connector

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, NamedTuple
@@ -19,7 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
-    supports_hma,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiConnector,
@@ -32,71 +30,13 @@ from vcache_backend.errors import ConfigError
 from .. import plugin
 from .boundary import Boundary, answer, guarded
 from .model import compat
+from .others import Guarded, maps, misfits
 
 log = logging.getLogger("vllm.vcache")
 
 PATIENCE_SECONDS = 10.0
 """How long a request waits for the answer of another connector that might have a longer hit, and
 for transfers of a connector that has raised: until then its blocks are not used again."""
-ANSWERS: dict[str, Callable[[], Any]] = {
-    "get_num_new_matched_tokens": lambda: (0, False),
-    "get_loaded_kv_cache_group_ids": tuple,
-    "request_finished": lambda: (False, None),
-    "request_finished_all_groups": lambda: (False, None),
-    "take_events": tuple,
-    "get_transfer_results": compat.transfer_results,
-    "get_block_ids_with_load_errors": set,
-}
-"""What a connector that is out of use answers, where vLLM does not take None."""
-
-
-class Guarded:
-    """Another connector. If it raises, it is out of use for good: it has nothing and does nothing
-    more. In the thread of its half of vLLM. off_at: since when (time.monotonic); 0: it is in
-    use."""
-
-    def __init__(self, connector: Any) -> None:
-        self._it, self.name, self.off_at = connector, type(connector).__name__, 0.0
-        self.tracks = hasattr(connector, "request_trackers")
-        """LMCache's: notes each request's blocks, and keeps what a look-up has found from eviction
-        until it hears of the blocks."""
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        """vLLM names statistics by it."""
-        return type(self._it)
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._it, name)
-        if not callable(method):
-            return method
-        otherwise = ANSWERS.get(name, lambda: None)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not self.off_at or name == "shutdown":
-                try:
-                    return getattr(self._it, name)(*args, **kwargs)
-                except Exception as error:  # noqa: BLE001 - it would end the engine
-                    self.fail(f"{name}: {type(error).__name__}: {error}", error)
-            return otherwise()
-
-        self.__dict__[name] = call
-        return call
-
-    def fail(self, reason: str, error: Exception | None = None) -> None:
-        """Put the connector out of use."""
-        if not self.off_at:
-            self.off_at = monotonic()
-            line = "%s is out of use: %s. vLLM serves without it until it is restarted"
-            log.error(line, self.name, reason, exc_info=error)
-
-    def poll(self, finished: set[str]) -> Any:
-        """`get_transfer_results`, also of transfers under way when the connector went out of
-        use."""
-        if self.off_at:
-            with suppress(Exception):
-                return self._it.get_transfer_results(finished)
-        return self.get_transfer_results(finished)
 
 
 class AcceptedLoad(NamedTuple):
@@ -159,7 +99,7 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         kinds = [kind for kind, _ in self._get_connector_classes_and_configs(vllm_config)]
         hybrid = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
-        if fault := plugin.misplaced(transfer) or next(_misfits(kinds, hybrid), ""):
+        if fault := plugin.misplaced(transfer) or next(misfits(kinds, hybrid), ""):
             raise ConfigError(fault)
         MultiConnector.__init__(self, vllm_config, role, kv_cache_config)
         plans = role == KVConnectorRole.SCHEDULER
@@ -168,7 +108,7 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
         ours, *others = self._connectors
         self._ours, self._others = ours, [Guarded(one) for one in others]
         self._connectors = [ours, *self._others]
-        if getattr(ours, "in_place", False) and any(map(_maps, others)):
+        if getattr(ours, "in_place", False) and any(map(maps, others)):
             raise ConfigError(
                 "LMCache's server cannot map a KV cache that is shared in place: give "
                 'LMCacheMPConnector "lmcache.mp.mp_transfer_mode": "engine_driven", and start the '
@@ -485,22 +425,3 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
             if child.__class__.get_kv_connector_kv_cache_events is not base:
                 return child.get_kv_connector_kv_cache_events()
         return None
-
-
-def _misfits(kinds: Iterable[type], hybrid: bool) -> Iterator[str]:
-    """Why connectors of these classes cannot stand beside ours. hybrid: vLLM's hybrid KV cache
-    manager is on."""
-    for kind in kinds:
-        if hybrid and not supports_hma(kind):
-            how = "add --disable-hybrid-kv-cache-manager"
-            yield f"{kind.__name__} does not know vLLM's hybrid KV cache manager: {how}"
-        if kind.__name__ == "OffloadingConnector" and not compat.offloads_beside():
-            yield "OffloadingConnector beside VCacheConnector needs vLLM 0.33"
-
-
-def _maps(other: Any) -> bool:
-    """Whether LMCache's server would map the KV cache itself, by CUDA's older handles, which do not
-    fit memory that vcache exports."""
-    told: Mapping[str, Any] = other._kv_transfer_config.kv_connector_extra_config or {}
-    mode = told.get("lmcache.mp.mp_transfer_mode", os.environ.get("LMCACHE_MP_TRANSFER_MODE"))
-    return "LMCacheMP" in type(other).__name__ and mode != "engine_driven"

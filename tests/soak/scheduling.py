@@ -212,6 +212,57 @@ class Planned:
         self.scheduler.add_request(made)
         return made
 
+    def show(self, client: Client, blocks: int, undo: ExitStack) -> None:
+        """Show a KV cache of so many blocks, as its worker does."""
+        exported = HostExportable()
+        with exported.context():
+            self._memory = torch.zeros(blocks * PAGE, dtype=torch.int8)
+        regions = exported.allocations()
+        shape = CacheShape(
+            device="host",
+            medium="host",
+            layout="x",
+            kinds=[LayerKind(1, 1, PAGE, PAGE)],
+            num_blocks=blocks,
+            block_size=1,
+            planes=[(0, 0)],
+            regions=[region.nbytes for region in regions],
+        )
+        self.name = self.half.publications.instance
+        undo.callback(OwnCache(client, self.name, 0, shape, regions).close)
+
+    # ---- steps
+
+    def step(self, **said: Any) -> StepMetadata:
+        """See `end`."""
+        output = self.scheduler.schedule()
+        self.planned(output)
+        self.end(output, **said)
+        return output.kv_connector_metadata  # type: ignore[no-any-return]
+
+    def planned(self, output: Any) -> None:
+        """A step has been planned, and is not over."""
+
+    def end(self, output: Any, **said: Any) -> None:
+        """The step that `output` describes is over, and its worker publishes. said: what the
+        worker's connector reports."""
+        self.publish(self.written(output.kv_connector_metadata, said))
+        ran = self.model_output(output)
+        ran.kv_connector_output = KVConnectorOutput(**said) if said else None
+        self.scheduler.update_from_output(output, ran)
+
+    def finish(self, *asked: Any) -> None:
+        """Steps until these requests have ended."""
+        for _ in range(MOST_STEPS):
+            if all(one.request_id not in self.scheduler.requests for one in asked):
+                return
+            self.step()
+        raise TimeoutError(f"they do not end: {[(one.request_id, one.status) for one in asked]}")
+
+    def publish(self, specs: Sequence[PublicationSpec]) -> None:
+        """What a step's worker publishes."""
+        raise NotImplementedError
+
     def model_output(self, output: Any) -> ModelRunnerOutput:
         """What a worker says of the step that `output` describes, without its connector."""
         ids = list(output.num_scheduled_tokens)
@@ -236,7 +287,7 @@ class Planned:
 
 
 class Instance(Planned):
-    """One of them, which shares in place. `schedule` and `end` are a step; `step` is both."""
+    """One of them, which shares in place."""
 
     def __init__(
         self,
@@ -256,40 +307,13 @@ class Instance(Planned):
         super().__init__(undo, transfer, where.model, tables, blocks, given)
         self.manager = self.scheduler.kv_cache_manager
         self.client = undo.enter_context(Client(where.socket, PATIENT))
-        self.name = self.half.publications.instance
-        self._show(blocks, undo)
-
-    def _show(self, blocks: int, undo: ExitStack) -> None:
-        """As its worker does."""
-        exported = HostExportable()
-        with exported.context():
-            self._memory = torch.zeros(blocks * PAGE, dtype=torch.int8)
-        regions = exported.allocations()
-        shape = CacheShape(
-            device="host",
-            medium="host",
-            layout="x",
-            kinds=[LayerKind(1, 1, PAGE, PAGE)],
-            num_blocks=blocks,
-            block_size=1,
-            planes=[(0, 0)],
-            regions=[region.nbytes for region in regions],
-        )
-        undo.callback(OwnCache(self.client, self.name, 0, shape, regions).close)
+        self.show(self.client, blocks, undo)
 
     # ---- requests
 
     def own(self, tokens: list[int]) -> int:
         """How many tokens of this prompt vLLM's own cache finds. Changes nothing."""
         return int(self.manager.get_computed_blocks(self.request(tokens))[1])
-
-    def finish(self, *asked: Any) -> None:
-        """Steps until these requests have ended."""
-        for _ in range(MOST_STEPS):
-            if all(one.request_id not in self.scheduler.requests for one in asked):
-                return
-            self.step()
-        raise TimeoutError(f"they do not end: {[(one.request_id, one.status) for one in asked]}")
 
     def found(self, tokens: list[int]) -> int:
         """How many tokens of this prompt a new request has from other instances, by what vLLM's
@@ -313,25 +337,13 @@ class Instance(Planned):
 
     # ---- steps
 
-    def step(self, **said: Any) -> StepMetadata:
-        """See `end`."""
-        output = self.scheduler.schedule()
-        self.end(output, **said)
-        return output.kv_connector_metadata  # type: ignore[no-any-return]
-
     def end(self, output: Any, **said: Any) -> None:
-        """The step that `output` describes is over, and its worker publishes. said: what the
-        worker's connector reports. RuntimeError if the connector has given up."""
-        meta = output.kv_connector_metadata
+        """Echoes what the scheduler's half asks for. RuntimeError if the connector has given up."""
         if off := self.scheduler.connector.off:
             raise RuntimeError(f"the connector has given up: {off}")
-        self.publish(self.written(meta, said))
-        ran = self.model_output(output)
-        if meta.echoes or said:
-            report = said.setdefault("kv_connector_worker_meta", WorkerReport())
-            report.echoes |= meta.echoes
-            ran.kv_connector_output = KVConnectorOutput(**said)
-        self.scheduler.update_from_output(output, ran)
+        if echoes := output.kv_connector_metadata.echoes:
+            said.setdefault("kv_connector_worker_meta", WorkerReport()).echoes |= echoes
+        super().end(output, **said)
 
     def publish(self, specs: Sequence[PublicationSpec]) -> None:
         """A promise to compute it has come before, as where steps take longer."""

@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 import pytest
 from engine_cases import Node, node
-from neighbour_cases import HOST, SharedCache
 from processes import QUICK, SECONDS
 from vllm_models import CONNECTOR
 
@@ -24,7 +23,6 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installe
 from soak.scheduling import Planned, Tables, full, place, state
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from vcache_backend.integration.vllm import requests
@@ -41,7 +39,6 @@ from vcache_backend.protocol.messages import (
     Find,
     chunk_keys,
 )
-from vcache_backend.resident.own_cache import OwnCache, cache_shape
 from vcache_backend.transfer.keys import block_hashes
 from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.stats import EngineStats
@@ -140,22 +137,18 @@ class Engine(Planned):
         self.slow = False
         """Whether its worker publishes what a test tells it to."""
 
-    def show(self, here: Node, undo: ExitStack) -> None:
+    def share(self, here: Node, undo: ExitStack, blocks: int = BLOCKS) -> None:
         """Its worker shows a KV cache, and publishes what steps compute."""
-        client, cache = undo.enter_context(here.stage.client(QUICK)), SharedCache()
-        instance = self.half.publications.instance
-        shape = cache_shape(cache.kv, cache.regions, HOST)
-        shown = OwnCache(client, instance, 0, shape, cache.regions)
-        undo.callback(shown.close)
-        blocks = self.half.publications.blocks
-        self.publisher = Publisher(client, EngineStats(), instance, 0, blocks)
+        client = undo.enter_context(here.stage.client(QUICK))
+        self.show(client, blocks, undo)
+        self.publisher = Publisher(client, EngineStats(), self.name, 0, blocks)
         undo.callback(self.publisher.close)
 
     def publish(self, specs: Iterable[PublicationSpec]) -> None:
         """As its worker does, beside the next steps."""
-        assert self.publisher is not None
-        for spec in specs:
-            self.publisher.submit(spec.runs, spec.epoch, Finished(0.0))
+        if self.publisher is not None and not self.slow:
+            for spec in specs:
+                self.publisher.submit(spec.runs, spec.epoch, Finished(0.0))
 
     def flush(self) -> None:
         """Wait until all that was published is known."""
@@ -164,26 +157,11 @@ class Engine(Planned):
     def request(self, tokens: list[int], max_tokens: int = 4, *given: Any, **more: Any) -> Request:
         return super().request(tokens, max_tokens, *given, **more)
 
-    def step(self, **said: Any) -> StepMetadata:
-        """One step. said: what the worker's connector answers to it, beside a token for each
-        request.
-        """
-        output = self.scheduler.schedule()
+    def planned(self, output: Any) -> None:
         self.ran(output)
-        meta: StepMetadata = output.kv_connector_metadata
-        self.metas.append(meta)
+        self.metas.append(output.kv_connector_metadata)
         tables = self.scheduler.kv_cache_manager.get_block_ids
         self.rows.append({name: {*chain(*tables(name))} for name in output.num_scheduled_tokens})
-        if self.publisher is not None and not self.slow:
-            self.publish(self.written(meta, said))
-        self.end(output, **said)
-        return meta
-
-    def end(self, output: Any, **said: Any) -> None:
-        """The step that `output` describes is over. said: see `step`."""
-        ran = self.model_output(output)
-        ran.kv_connector_output = KVConnectorOutput(**said) if said else None
-        self.scheduler.update_from_output(output, ran)
 
     @contextmanager
     def others_bring(self, tokens: int, waits: bool = False) -> Iterator[None]:
@@ -240,13 +218,6 @@ class Engine(Planned):
         counters = self.half.publications.generations.counters
         return all(counters[one.block] == one.generation for one in published)
 
-    def finish(self, request: Request) -> None:
-        for _ in range(1000):
-            if request.request_id not in self.scheduler.requests:
-                return
-            self.step()
-        raise AssertionError(f"it is {request.status.name} for ever")
-
 
 Make = Callable[..., Engine]
 """What makes engines; its arguments are theirs."""
@@ -265,7 +236,7 @@ def engines(here: Node, shown: bool = False) -> Iterator[Make]:
         def make(**more: Any) -> Engine:
             engine = Engine(here, undo, **more)
             if shown:
-                engine.show(here, undo)
+                engine.share(here, undo, more.get("blocks", BLOCKS))
             return engine
 
         yield make

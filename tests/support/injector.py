@@ -58,7 +58,7 @@ OUTERMOST = (
     "KVBlocks._cache_partial_block",
     "_harmless.",
 )
-SCOPE = Scope(("",), ("boundary.py", "multi.py"), OUTERMOST)
+SCOPE = Scope(("",), ("boundary.py", "multi.py", "others.py"), OUTERMOST)
 """All but the layer that the cases test."""
 LAYER = (
     "__init__ stop shutdown _settled update_state_after_alloc request_finished _finish "
@@ -66,8 +66,7 @@ LAYER = (
     "bind_connector_metadata bind_kv_cache_manager get_transfer_results _off get_block_ids_with_load_errors"
 )
 """What vLLM hears of loads and frees beside other connectors, also if all else is off."""
-BESIDE = *(f"VCacheMultiConnector.{name}" for name in LAYER.split()), "Guarded."
-BESIDE += "_misfits", "_maps"  # at the start
+BESIDE = tuple(f"VCacheMultiConnector.{name}" for name in LAYER.split())
 BESIDE_OTHERS = Scope(("vllm/multi.py",), (), BESIDE)
 CLOSE_SECONDS, RETRY_SECONDS = 0.2, 0.02
 TRIES = 10

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, Self
 import msgspec
 from raw_protocol import Raw
 
+from vcache_backend.children import until
 from vcache_backend.config import ClientConfig, ServerConfig
 from vcache_backend.metadata_server.main import Server
 from vcache_backend.metadata_server.slots import SLAB_BITS, SlotsTable
@@ -62,13 +63,9 @@ def asked(client: Client, *requests: str) -> int:
 
 def eventually(what: Callable[[], Any], seconds: float = SECONDS, every: float = 0.01) -> Any:
     """The first true answer of `what`; fails after `seconds`. every: seconds between two looks."""
-    deadline = time.monotonic() + seconds
-    while True:
-        answer = what()
-        if answer:
-            return answer
-        assert time.monotonic() < deadline, f"not true within {seconds:g} s"
-        time.sleep(every)
+    answer = until(what, seconds, every)
+    assert answer, f"not true within {seconds:g} s"
+    return answer
 
 
 def command_line(pid: int) -> str:

@@ -196,18 +196,6 @@ def test_what_a_load_did_not_fill_is_published_by_the_step_that_computes_it(shar
     assert reader.right(published)
 
 
-def test_what_a_load_brings_across_a_reset_is_not_published(shared: Make) -> None:
-    """It is from before the reset, and its blocks are filled after it."""
-    owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
-    computed(owner, tokens)
-    request = reader.add(tokens)
-    assert len(reader.step().loads) == 1
-    reader.scheduler.reset_prefix_cache()
-    reader.step(finished_recving={request.request_id})
-    reader.finish(request)
-    assert [meta.publications for meta in reader.metas] == [[]] * len(reader.metas)
-
-
 def test_what_was_computed_before_another_reset_the_namespace_is_not_found(shared: Make) -> None:
     """Not if it is told late, and not behind what vLLM's own cache, which nobody reset, goes on
     with.

@@ -14,11 +14,12 @@ from vllm_cases import needs_vllm
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")
 
 from soak.hits import KINDS, measured
-from soak.planned import MODELS, TURNS, Planned, caught
+from soak.planned import MODELS, Planned, caught
 from soak.scheduling import Instance, Place, Tables, full, place, state, window
 
 pytestmark = needs_vllm
-PAIRS = 60
+PAIRS, TURNS = 60, 300
+"""Questions about a kind of models, and steps of a run."""
 
 
 @pytest.fixture(scope="module")

@@ -104,16 +104,10 @@ def test_the_last_of_a_prompt_is_always_computed(here: Node, a: Instance, reader
     assert with_lmcache or from_pool.said == own.said
 
 
-def test_what_several_steps_compute_is_stored(here: Node, a: Instance, reader: Instance) -> None:
-    tokens = new_tokens(13 * CHUNK + 1)
-    here.keep(a, tokens)
-    own, from_pool = a.one(tokens), reader.one(tokens)
-    assert from_pool.cached == 13 * CHUNK
-    assert from_pool.said == own.said
-
-
-def test_a_hit_whose_rest_takes_several_steps(here: Node, a: Instance, aside: Instance) -> None:
-    """`a` computes 256 tokens a step at most, after what it loads."""
+def test_a_hit_whose_rest_takes_several_steps(
+    here: Node, a: Instance, reader: Instance, aside: Instance
+) -> None:
+    """`a` computes 256 tokens a step at most, after what it loads, and stores all of it."""
     tokens = new_tokens(HITS + 1)
     longer = tokens[:HITS] + new_tokens(9 * CHUNK + 5)
     computed = here.keep(a, tokens)
@@ -124,6 +118,9 @@ def test_a_hit_whose_rest_takes_several_steps(here: Node, a: Instance, aside: In
     assert found.cached == HITS
     assert found.agrees(aside.one(longer))
     here.stored(before + 9)
+    from_pool = reader.one(longer)
+    assert from_pool.cached == HITS + 9 * CHUNK
+    assert from_pool.said == a.one(longer).said
 
 
 def test_requests_of_one_batch_share_a_prefix(
