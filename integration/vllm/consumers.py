@@ -1,4 +1,5 @@
-"""Says that a `kv_consumer` computes its prompts: nobody has their KV, or nobody can be asked."""
+"""Says, once a minute, that a `kv_consumer` computes its prompts: nobody has their KV, or nobody
+can be asked."""
 
 from __future__ import annotations
 
@@ -15,9 +16,6 @@ from .requests import Tracked
 from .telemetry.stats import Meter
 
 log = logging.getLogger("vllm.vcache")
-
-AGAIN_SECONDS = 60.0
-"""How often the log says so."""
 
 
 class Unserved:
@@ -41,7 +39,7 @@ class Unserved:
             if (now := monotonic()) >= self._due:
                 if not self._served:
                     self._tell(f"the last {self._prompts} prompts ({self._tokens:,} tokens)")
-                self._due = now + AGAIN_SECONDS
+                self._due = now + 60.0
                 self._prompts = self._tokens = self._served = 0
 
     def _tell(self, what: str) -> None:

@@ -109,6 +109,24 @@ def test_a_run_ends_where_newer_ones_have_overwritten_it(owners: type[Owner]) ->
     assert [owner.found(100, 16, 1), owner.found(108, 8, 1)] == [0, 8]
 
 
+def test_blocks_that_are_moved_keep_their_tables(owners: type[Owner]) -> None:
+    owner = owners(tables=(FULL, WINDOW))
+    for table in (0, 1):
+        owner.known.publish(0, [owner.fill(range(8 * table, 8 * table + 8), 100 * table, table)])
+    for turn in range(10):
+        owner.known.publish(0, [owner.fill(range(16, 48), 1000 + 100 * turn)])
+    found = [owner.found(100 * name, 8, table) for name in (0, 1) for table in (0, 1)]
+    assert found == [8, 0, 0, 8]
+
+
+def test_a_chunk_is_told_of_only_if_it_is_one_run(owners: type[Owner]) -> None:
+    owner = owners()
+    for blocks, name in ((range(4), 100), (range(10, 12), 200), (range(12, 14), 202)):
+        owner.known.publish(0, [owner.fill(blocks, name)])
+    assert owner.known.chunk(prompt(1, 103, 1)) == (3, 4, 0)
+    assert owner.known.chunk(prompt(1, 203, 1)) is None
+
+
 def test_equal_blocks_stand_in_for_each_other(owners: type[Owner]) -> None:
     """The oldest is found, as in vLLM's own cache."""
     owner = owners()

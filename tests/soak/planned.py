@@ -232,16 +232,16 @@ class Written(Instance):
         """The loads of a step, and what comes for those that are open."""
         for spec in meta.loads:
             filled = np.array(spec.blocks) < 0
-            self.loads.append(Load(spec, [self.planned(spec.residents, turn)], filled, spec.open))
+            self.loads.append(Load(spec, [self.queued(spec.residents, turn)], filled, spec.open))
             self.seen["opened"] += spec.open
         for more in meta.more:
             for load in self.loads:
                 if load.spec.number == more.number:
-                    load.coming.append(self.planned(more.residents, turn))
+                    load.coming.append(self.queued(more.residents, turn))
                     load.open = not more.last
                     self.seen["more"] += bool(more.residents)
 
-    def planned(self, runs: list[ResidentRun], turn: int) -> Copy:
+    def queued(self, runs: list[ResidentRun], turn: int) -> Copy:
         begins = turn + self.choice.choice([1, 1, 3])
         return Copy(runs, begins, begins + self.choice.choice([0, 1, 9]))
 

@@ -302,8 +302,7 @@ _CLIENT = "vcache_backend.protocol.client:Client"
 PIN = f"{_CLIENT}.pin"
 SESSION = "vcache_backend.transfer.session:Session"
 COMPARE = "vcache_backend.transfer.sources:MemoryPart.settle"
-COPIER = "vcache_backend.vram_pool.copies.copier:Copier"
-PULL = f"{COPIER}.copy"
+PULL = "vcache_backend.transfer.sources:LoadContext.pull"
 """Places: in the order in which a load comes by, but for the second line."""
 
 

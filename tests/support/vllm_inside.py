@@ -314,6 +314,8 @@ class Serving:
         original = owner.__dict__[name]
 
         def method(*args: Any, **kwargs: Any) -> Any:
+            if any(getattr(one, "to_origin", False) for one in args):
+                return original(*args, **kwargs)  # a store, which copies by the same call
             # The client's thread, too, makes calls, which hold no request up.
             self._calls[place] += action != "count here" or current_thread() is main_thread()
             if self._calls[place] > times or action.startswith("count"):

@@ -32,11 +32,11 @@ def ran(
 @needs_vllm
 def test_a_byte_that_is_flipped_in_the_owners_kv_cache_is_seen(tmp_path: Path) -> None:
     # A server without a core for a quarter of a second has not died.
-    given = "--rounds 1 --only equal,flipped,ttft --integration inplace"
+    given = "--rounds 1 --only flipped,ttft --integration inplace"
     given += " --set vcache.client.request_seconds=5"
     _, found = ran(tmp_path, "benchmarks.vllm_ttft", given)
-    right = ("inplace_equal", "inplace_flipped_byte_caught", "inplace_pooled_chunks")
-    assert [found[case].ok for case in right] == [True, True, True]
+    right = ("inplace_flipped_byte_caught", "inplace_pooled_chunks")
+    assert [found[case].ok for case in right] == [True, True]
     assert "inplace_async_ttft_4k" in found
 
 

@@ -191,9 +191,3 @@ def test_chunks_that_changed_under_their_copy_are_computed(
     here.flip()
     case.right(answers)
     case.unpolluted(reader)
-
-
-# ---- an instance that dies
-
-
-# ---- exceptions of our own

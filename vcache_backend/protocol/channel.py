@@ -255,15 +255,8 @@ class Channel:
                     self._unread.append(sent)
                 if reads:
                     self._read_unread(link, deadline, sent)
-            except TimeoutError as error:
-                late = self._lateness(sent, seconds)
-                if drops:
-                    self._late = late
-                    self._drop(link, late)
-                raise ServerTimeout(late) from error
             except (OSError, ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
-                self._drop(link, f"connection to the metadata server at {self._path} lost: {error}")
-                raise ServerUnavailable(self._down) from error
+                raise self._failure(link, sent, error, seconds, drops) from error
             except BaseException:
                 # A signal handler raised: the answer will still come, and must not be taken for the
                 # next call's answer.
@@ -272,11 +265,21 @@ class Channel:
         finally:
             self._lock.release()
 
-    def _lateness(self, sent: Sent[Any], seconds: float) -> str:
+    def _failure(
+        self, link: ServerLink, sent: Sent[Any], error: Exception, seconds: float, drops: bool
+    ) -> VCacheError:
+        """What a call raises after this error, which may drop the connection. See `_exchange`."""
+        if not isinstance(error, TimeoutError):
+            self._drop(link, f"connection to the metadata server at {self._path} lost: {error}")
+            return ServerUnavailable(self._down)
         if sent.ahead:
             seconds = time.perf_counter() - sent.ahead
         call = _named(sent.request)
-        return f"metadata server at {self._path} did not answer {call} in {seconds:.3g} s"
+        late = f"metadata server at {self._path} did not answer {call} in {seconds:.3g} s"
+        if drops:
+            self._late = late
+            self._drop(link, late)
+        return ServerTimeout(late)
 
     # ---- connection
 

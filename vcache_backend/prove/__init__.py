@@ -32,8 +32,8 @@ from .instance import CPU_ENVIRONMENT, ENVIRONMENT
 from .model import TINY_LLAMA, write_model
 from .prompts import EXPONENT, MASK, STEP, Hit, Prompts, alike, ask, difference
 
-CHUNK, ANSWER, TAIL = 64, 16, 8
-"""Tokens of a chunk, of an answer that is compared, and of a prompt behind its last chunk."""
+CHUNK, ANSWER = 64, 16
+"""Tokens of a chunk, and of an answer that is compared."""
 _PATIENT = ClientConfig(connect_seconds=5.0, request_seconds=10.0, control_seconds=30.0)
 _OWN = {"kv_transfer_params": {"vcache": {"load": False, "store": False}}}
 _LOADS = {"kv_transfer_params": {"vcache": {"store": False}}}
@@ -115,7 +115,7 @@ class Pair:
             self._wait(child, f"{child.name} starts", 600.0)
         facts = self.writer.ask("facts")
         self._tokens = facts["blocks"] * facts["block"]
-        self._prompts = Prompts(facts["vocabulary"], CHUNK, facts["block"], tail=TAIL)
+        self._prompts = Prompts(facts["vocabulary"], CHUNK, facts["block"])
         names = {name: facts[name] for name in ("vllm", "torch", "device")}
         combination = Combination(share=settings.share, **names)
         self.proof = Proof(combination=combination, date=str(date.today()), model=settings.model)
@@ -145,7 +145,7 @@ class Pair:
         if self._settings.share == "in_place":
             hits = prompts.ends([longest // 16, longest // 7, longest // 4, longest // 2])
         else:
-            lengths = range(CHUNK, longest - TAIL, longest // 8 // CHUNK * CHUNK)
+            lengths = range(CHUNK, longest - prompts.tail, longest // 8 // CHUNK * CHUNK)
             hits = prompts.hits(dict.fromkeys(lengths, 2), 4)
         wrong, cached = Counter[str](), 0
         for hit in hits:
@@ -195,7 +195,7 @@ class Pair:
         longest = self._settings.longest // 2
         whole = [prompts.new(longest) for _ in range(6)]
         heads = [one[: longest // part] for one in whole for part in (1, 2, 3)]
-        asked = [[*head, *prompts.new(TAIL)] for head in heads]
+        asked = [[*head, *prompts.new(prompts.tail)] for head in heads]
         told = {"prompts": asked, "count": longest // 4, "seconds": seconds}
         found = self._found()
         children = (self.writer, self.reader)

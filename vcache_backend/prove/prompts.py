@@ -45,7 +45,7 @@ class Prompts:
         """vocabulary: the number of tokens. chunk, block: in tokens. tail: tokens of whole prompts
         behind their last chunk."""
         self.seed, self._vocabulary, self._chunk = seed, vocabulary, chunk
-        self._block, self._tail, self._random = block, tail, random.Random(seed)
+        self._block, self.tail, self._random = block, tail, random.Random(seed)
 
     def new(self, length: int) -> list[int]:
         return [self._random.randrange(3, self._vocabulary) for _ in range(length)]
@@ -56,7 +56,7 @@ class Prompts:
 
     def whole(self, length: int) -> Hit:
         """The same prompt again: so many tokens, in whole chunks, and the tail."""
-        prompt = self.new(length + self._tail)
+        prompt = self.new(length + self.tail)
         return Hit(f"{length}", prompt, prompt, length)
 
     def partial(self, index: int) -> Hit:

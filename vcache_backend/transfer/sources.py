@@ -111,9 +111,13 @@ class LoadContext:
             host=any(part.place.host for part in parts),
         )
         started = perf_counter()
-        copy = RunningCopy(plan, session.copier.copy(job, self.mark), started)
+        copy = RunningCopy(plan, self.pull(job), started)
         for part in parts:
             part.copy = copy
+
+    def pull(self, job: CopyJob) -> Completion:
+        """Start a copy into the KV cache."""
+        return self.session.copier.copy(job, self.mark)
 
 
 @dataclass(eq=False)

@@ -16,8 +16,6 @@ from typing import Any
 from ... import BOOTED, booted
 
 _SNAPSHOT = re.compile(r"models--(?P<repository>[^/]+)/snapshots/(?P<commit>[0-9a-f]{7,64})(?:/|$)")
-_EXACT_SECONDS = 0.1
-"""The accuracy of process and file times. vLLM needs more time before it loads weights."""
 _SAFETENSORS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
 """Load formats that read the same files."""
 _ELSEWHERE = ("ipc_cache", "modelexpress")
@@ -99,7 +97,8 @@ def _changed_lately(path: Path) -> bool:
             ways.append(link.parent / link.readlink())
     for file in _files(path):
         times += file.stat().st_ctime, file.lstat().st_ctime
-    began = started(os.getpid()) / os.sysconf("SC_CLK_TCK") + _EXACT_SECONDS
+    # The times are exact to 0.1 s. vLLM needs more before it loads weights.
+    began = started(os.getpid()) / os.sysconf("SC_CLK_TCK") + 0.1
     # Files written before the clock was set forward keep the earlier times.
     return max(times, default=0.0) > began + min(BOOTED, booted())
 
