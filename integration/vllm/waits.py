@@ -267,7 +267,9 @@ class Waits:
         if wait is None or probed.hits > wait.probes:
             return False
         if probed.state is AnswerState.LATE:
-            return not _is_past(wait, now)
+            question = tracked.lookup.question
+            silent = question is not None and now > question.at + wait.quiet
+            return not (silent or _is_past(wait, now))
         coming = probed.coming
         queued = coming is not None and not coming.begun and coming.quiet > QUEUED_SECONDS
         # A look-up takes over what is still queued. A probe does not.

@@ -226,6 +226,7 @@ def test_half_of_a_prefix_is_loaded_while_the_rest_is_computed(here: Node) -> No
         ("reset there", "withdrawn"),
         ("reset here", "withdrawn"),
         ("used again", "withdrawn"),
+        ("without a server", "withdrawn"),
         ("aborted", "aborted"),
     ],
 )
@@ -250,6 +251,8 @@ def test_what_does_not_come_is_computed(here: Node, mishap: str, end: str) -> No
         owner.stop()
     elif mishap == "given up":
         owner.ask("abort", "first")
+    elif mishap == "without a server":
+        here.kill()
     elif mishap == "aborted":
         b.ask("abort", "second")
         b.add("second", tokens)
@@ -257,6 +260,8 @@ def test_what_does_not_come_is_computed(here: Node, mishap: str, end: str) -> No
     elif mishap.startswith("reset"):
         (owner if mishap == "reset there" else b).ask("reset")
     second = b.finish("second")["second"]
+    if mishap == "without a server":
+        here.serve_again(stores=False)
     b.ask("paced", 60)
     assert counts(b, end)[0] == before + 1
     assert second.agrees(here.aside.one(tokens))
