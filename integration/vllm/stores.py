@@ -89,7 +89,7 @@ class StorePlanner:
         runs = list[ResidentRun]()
         if found and answer is not None:
             block = context.groups.block
-            span = Span(0, tracked.local // block, 0, len(load.blocks))
+            span = Span(0, tracked.local // block, 0, len(load.blocks), had=0)
             runs = answer.runs_of(span, answer.first * self._size // block)
         return MoreBlocks(load.number, runs, tracked.wait.present is None)
 
@@ -127,18 +127,20 @@ class StorePlanner:
         own, most = self._publications, self._may_publish({}, tracked)
         if own is None or not most:
             return None
-        runs = list[BlockRun]()
+        runs, filled = list[BlockRun](), 0
         for span in spans:
-            row = blocks[span.at : span.at + span.length]
-            had, scale = row.count(-1), own.tables[span.table].scale
-            row = row[had : max(0, most // scale - span.first)]
-            # Blocks that vLLM does not want lie before the others. Otherwise the step after the
-            # load publishes them.
-            if row and -1 not in row:
-                first = span.first + had
-                hashes = self._lookups.hashes(tracked, first, first + len(row), scale)
-                runs.append(own.filled(span.table, first, hashes, array(NUMBERS, row)))
-        if sum(run.count for run in runs) == len(blocks) - blocks.count(-1):
+            if span.had is None:
+                # The step after the load publishes them.
+                continue
+            first, scale = span.first + span.had, own.tables[span.table].scale
+            stop = min(span.first + span.length, most // scale)
+            if first < stop:
+                begin = span.at - span.first
+                numbers = array(NUMBERS, blocks[begin + first : begin + stop])
+                hashes = self._lookups.hashes(tracked, first, stop, scale)
+                runs.append(own.filled(span.table, first, hashes, numbers))
+                filled += len(numbers)
+        if filled == sum(span.length - (span.had or 0) for span in spans):
             own.on_load(tracked, tracked.local // self._context.hash_block)
         return PublicationSpec(runs, own.epoch, later=True) if runs else None
 

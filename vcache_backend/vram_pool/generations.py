@@ -110,10 +110,9 @@ class Generations:
     def filled(self, blocks: Blocks) -> int:
         """Give void blocks the next even number, which stands for their new content. Returns the
         number."""
-        memory, number = self.counters.data, self.coming
-        # Up to some thousand blocks numpy takes longer: no other step needs its code.
-        for block in blocks:
-            memory[block] = number
+        number = self.coming
+        for part in _parts(blocks):
+            self.counters[part] = number
         self.coming += 2
         return number
 

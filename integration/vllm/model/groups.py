@@ -108,12 +108,14 @@ class LayerGroup(NamedTuple):
 
 class Span(NamedTuple):
     """The blocks [first, first + length) of a table (by its place in `Groups.all`), as blocks [at,
-    at + length) of a load."""
+    at + length) of a load. had: how many of the first ones the load leaves out; None: others, too.
+    """
 
     table: int
     first: int
     at: int
     length: int
+    had: int | None
 
 
 class Groups:
@@ -216,10 +218,13 @@ class Groups:
         for group in [*self.groups, *self.states]:
             size, table = group.block_size, self.all.index(group)
             first = begin // size if group.full else max(group.needed(end), local // size)
-            row = [number or -1 for number in rows[group.number][first : end // size]]
-            for own in range(local // size - first):
-                row[own] = -1
-            spans.append(Span(table, first, len(listed), len(row)))
+            row, had = rows[group.number][first : end // size], max(0, local // size - first)
+            row[:had] = [-1] * had
+            if not group.full:
+                row = [number or -1 for number in row]
+                had = next((at for at, number in enumerate(row) if number >= 0), len(row))
+            whole = group.full or row.count(-1) == had
+            spans.append(Span(table, first, len(listed), len(row), had if whole else None))
             listed += row
         return listed, spans
 
