@@ -24,7 +24,6 @@ from typing import Any, Self, TypeVar
 from vcache_backend.errors import VCacheError
 
 T = TypeVar("T")
-START_SECONDS = 30.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -116,7 +115,7 @@ class Program:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def until(self, ready: Callable[[], Any], seconds: float = START_SECONDS) -> None:
+    def until(self, ready: Callable[[], Any], seconds: float = 30.0) -> None:
         """Wait until `ready()` is true. ChildFailed if the process ends, or after `seconds`, when
         it is killed.
         """
@@ -134,7 +133,7 @@ class Program:
         """SIGKILL to the whole group, and reap. Idempotent."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait(START_SECONDS)
+        self._process.wait(30.0)
 
     def said(self, pattern: str = r"vcache.*(WARN|ERROR)|(WARN|ERROR).*vcache") -> list[str]:
         """The log's lines that match; by default what vcache warns of."""

@@ -5,22 +5,21 @@ from __future__ import annotations
 
 import math
 
-_PER_OCTAVE = 8
-_LOWEST = -10
-
 
 class Histogram:
     """Counts durations in microseconds, from 2^-10 to 2^40 µs. Not thread-safe."""
 
+    _per_octave, _lowest = 8, -10
+
     def __init__(self) -> None:
         self.count = 0
         self.total_us = 0.0
-        self._buckets = [0] * (50 * _PER_OCTAVE)
+        self._buckets = [0] * (50 * self._per_octave)
 
     def add(self, us: float) -> None:
         self.count += 1
         self.total_us += us
-        at = int((math.log2(us) - _LOWEST) * _PER_OCTAVE) if us > 0 else 0
+        at = int((math.log2(us) - self._lowest) * self._per_octave) if us > 0 else 0
         self._buckets[min(max(at, 0), len(self._buckets) - 1)] += 1
 
     def percentile(self, q: float) -> float:
@@ -30,7 +29,7 @@ class Histogram:
         for at, count in enumerate(self._buckets):
             seen += count
             if count and seen >= wanted:
-                return float(2.0 ** ((at + 0.5) / _PER_OCTAVE + _LOWEST))
+                return float(2.0 ** ((at + 0.5) / self._per_octave + self._lowest))
         return 0.0
 
     def summary(self) -> dict[str, float]:

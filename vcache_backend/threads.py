@@ -10,8 +10,6 @@ from threading import Thread
 
 log = logging.getLogger(__name__)
 
-PAUSE_SECONDS = 0.1
-"""How long a loop pauses after an exception."""
 Count = Callable[[str], object]
 _said: set[tuple[object, ...]] = set()
 
@@ -46,7 +44,7 @@ def repeat(turn: Callable[[], object], what: str, failed: Count | None = None) -
         with survives(what, failed):
             over = turn() or False
         if over is None:
-            time.sleep(PAUSE_SECONDS)
+            time.sleep(0.1)
 
 
 def start(turn: Callable[[], object], name: str, failed: Count | None = None) -> Thread:

@@ -18,9 +18,8 @@ from vcache_backend.vram_pool.host_memory import allocate
 from .metadata import LoadSpec, StepMetadata
 
 SIZE = 512
-"""Words of a worker's ring. A load is in word `number % SIZE`. If a later load has overwritten the
-word, the step's report tells of the load."""
-WORD_BYTES = 8
+"""Words of a worker's ring, each of 64 bits. A load is in word `number % SIZE`. If a later load has
+overwritten the word, the step's report tells of the load."""
 
 
 class LoadEnds:
@@ -32,7 +31,7 @@ class LoadEnds:
         self.address = "", ""
         self._rings: list[memoryview] = []
         self._undo = ExitStack()
-        nbytes = workers * SIZE * WORD_BYTES
+        nbytes = workers * SIZE * 8
         with suppress(OSError), ExitStack() as undo:
             fd = allocate(f"ends-{os.urandom(8).hex()}", nbytes)
             undo.callback(os.close, fd)

@@ -18,8 +18,6 @@ from .requests import Tracked
 
 LEAST_MEASURED, RECENT = 4, 8
 """The fewest chunks of a prompt that is measured, and how many prompts the rate is the mean of."""
-LONGEST_SECONDS = 60.0
-"""The longest time for a prompt: only a stopped process takes longer."""
 
 
 class PrefillRate:
@@ -50,7 +48,8 @@ class PrefillRate:
         """Finish the measurement if the request has a further token. Call it once a step."""
         measured = self.measured
         if measured is not None and measured.request.num_output_tokens > self._tokens:
-            self._recent.append((self._chunks, min(monotonic() - self._since, LONGEST_SECONDS)))
+            # Only a stopped process takes longer than a minute.
+            self._recent.append((self._chunks, min(monotonic() - self._since, 60.0)))
             self.measured = None
 
     def end(self, tracked: Tracked) -> None:

@@ -30,12 +30,6 @@ from .blocks import NUMBERS, TrackedBlockPool, hashes_of
 from .metadata import PublicationSpec
 from .requests import BEGINS, LATER, Tracked
 
-MOST_HEARD = 64
-"""The most messages with copies that wait for a step. Older messages are dropped, and their chunks
-leave the cache later."""
-MOST_CACHED = 1 << 16
-"""The most runs that wait for another connector's load. Further runs are not published."""
-
 
 class CachedRun(NamedTuple):
     """Blocks that vLLM has put into its prefix cache: consecutive blocks of a request's block
@@ -79,9 +73,9 @@ class Publications:
         self.generations = Generations(self.instance, blocks)
         self.epoch = self.heard = 0
         """The epoch of all publications, and the namespace's epoch in the server's last message."""
-        self.copies: deque[list[Copies]] = deque(maxlen=MOST_HEARD if loads else 0)
-        """Chunks in other instances, too, as the server has told of them. Empty if this instance
-        could not load them again."""
+        self.copies: deque[list[Copies]] = deque(maxlen=64 if loads else 0)
+        """Chunks in other instances, too, as the server has told of them: the last messages that
+        wait for a step. Empty if this instance could not load them again."""
         self.news = False
         """Messages wait for `learn`."""
         self._cached: list[CachedRun] = []
@@ -137,7 +131,8 @@ class Publications:
 
     def on_cached(self, request: Any, table: int, first: int, blocks: list[Any]) -> None:
         """Note what vLLM puts into its prefix cache (`KVBlocks.on_cached`)."""
-        if table in self._numbers and len(self._cached) < MOST_CACHED:
+        # Without a bound runs that wait for another connector's load could fill the memory.
+        if table in self._numbers and len(self._cached) < 1 << 16:
             place = self._numbers.index(table)
             hashes = [] if self.tables[place].kind == "full" else hashes_of(blocks)
             turn = request.num_preemptions, self.pool.evicted
