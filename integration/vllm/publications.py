@@ -28,7 +28,7 @@ from vcache_backend.vram_pool.generations import VOID, Generations
 
 from .blocks import NUMBERS, TrackedBlockPool, hashes_of
 from .metadata import PublicationSpec
-from .requests import BEGINS, LATER, Tracked
+from .requests import BEGINS, LATER, UNLOADED, Tracked
 
 MOST_HEARD = 64
 """The most messages with copies that wait for a step. Older messages are dropped, and their chunks
@@ -135,6 +135,12 @@ class Publications:
         has besides."""
         tracked.in_place.had, tracked.in_place.loaded = had, (self.pool.resets, self.pool.evicted)
 
+    def on_failed(self, tracked: Tracked, left: Sequence[int]) -> None:
+        """Note that a load has not filled the blocks `left`, into which vLLM may compute. The
+        request may begin with other blocks than those of the load."""
+        tracked.in_place.loaded = UNLOADED
+        self.generations.void(left)
+
     def on_cached(self, request: Any, table: int, first: int, blocks: list[Any]) -> None:
         """Note what vLLM puts into its prefix cache (`KVBlocks.on_cached`)."""
         if table in self._numbers and len(self._cached) < MOST_CACHED:
@@ -158,6 +164,9 @@ class Publications:
         state.publishes = not partial or state.resets == self.pool.resets
         state.resets, state.supplied, state.evicted = self.pool.resets, computed, BEGINS
         state.filled = {}
+        # Nobody has voided a block that the request has since its load.
+        whole = state.loaded == (self.pool.resets, self.pool.evicted)
+        state.had, state.loaded = state.had if whole else computed, UNLOADED
         self._begun.append(tracked)
 
     def publish(
@@ -233,11 +242,9 @@ class Publications:
         """Publish nothing more of the request if a block that it has built on is void. begins: the
         request has all blocks of its hit."""
         state = tracked.in_place
-        # Nobody has voided a block that the request has since its load.
-        loaded = begins and state.loaded == (self.pool.resets, self.pool.evicted)
         for at, (number, table) in enumerate(zip(self._numbers, self.tables, strict=True)):
             if begins or table.kind == "full" or not self.attends_to_all:
-                stop = (state.had if loaded else state.supplied) // table.scale
+                stop = (state.had if begins else state.supplied) // table.scale
                 if table.kind == "full":
                     stop = max(stop, state.filled.get(at, 0))
                 blocks: Sequence[int] = tracked.store.block_tables[number][:stop]

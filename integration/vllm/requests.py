@@ -270,7 +270,7 @@ class StoreState(msgspec.Struct):
             own.extend(more)
 
 
-BEGINS, LATER = -1, -2
+BEGINS, LATER, UNLOADED = -1, -2, (-1, -1)
 
 
 class InPlaceState(msgspec.Struct):
@@ -289,9 +289,11 @@ class InPlaceState(msgspec.Struct):
     filled: dict[int, int] = {}
     """By block table, the leading blocks that were published, or could have been."""
     had: int = 0
-    """How many hashes' blocks lay before the last load, whose blocks all got generations when
-    `TrackedBlockPool.resets` and `evicted` were `loaded`."""
-    loaded: tuple[int, int] = -1, -1
+    """How many hashes' blocks lay before the last load; from the request's first step on, how many
+    of `supplied` are to be checked there."""
+    loaded: tuple[int, int] = UNLOADED
+    """`TrackedBlockPool.resets` and `evicted` when all blocks of the last load got generations,
+    until the load has failed or the request's first step."""
 
 
 class PromiseState(msgspec.Struct):

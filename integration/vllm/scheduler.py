@@ -415,7 +415,7 @@ class VCacheScheduler:
             if self.publications is not None and tracked.load is not None:
                 # vLLM computes into the same blocks.
                 left = [block for block in tracked.load.blocks if block in invalid]
-                self.publications.generations.void(left)
+                self.publications.on_failed(tracked, left)
         self.context.note(report.shards, report.links)
         if self.context.announcer is not None:
             self.context.announcer.note(report.stored)

@@ -253,3 +253,28 @@ def test_what_was_found_before_a_reset_is_not_loaded_after_it(shared: Make) -> N
     time.sleep(2 * LATER_SECONDS)
     assert reader.step().loads == []
     assert reader.numbers(request) == [*range(6)]
+
+
+def test_a_failed_load_does_not_hide_that_a_hit_is_from_before_a_reset(shared: Make) -> None:
+    """Another request of the instance has gone on over the reset. vLLM's own cache has its blocks
+    only since the load was planned, and the request of the load hits them."""
+    owner, other, reader = shared(), shared(), shared()
+    head, answer = new_tokens(BLOCK - 9), CHUNK
+    tokens = head + [7] * (3 * CHUNK + 5 - len(head))
+    stale = reader.add(head, max_tokens=answer, load=False)
+    reader.step()
+    assert other.scheduler.reset_prefix_cache(reset_connector=True)
+    hear(owner)
+    hear(reader)
+    computed(owner, tokens)
+    request = reader.add(tokens)
+    (load,) = reader.step().loads
+    reader.finish(stale)
+    report = WorkerReport(failed={request.request_id})
+    said = {"finished_recving": {request.request_id}, "kv_connector_worker_meta": report}
+    reader.step(invalid_block_ids=set(load.blocks), **said)
+    began = len(reader.metas)
+    reader.step()
+    assert reader.hit(request) == CHUNK
+    reader.finish(request)
+    assert not any(reader.numbers(request, meta) for meta in reader.metas[began:])
