@@ -292,8 +292,8 @@ class InPlaceState(msgspec.Struct):
     """How many hashes' blocks lay before the last load; from the request's first step on, how many
     of `supplied` are to be checked there."""
     loaded: tuple[int, int] = UNLOADED
-    """`TrackedBlockPool.resets` and `evicted` when all blocks of the last load got generations, until
-    the load has failed or the request's first step."""
+    """`TrackedBlockPool.resets` and `evicted` when all blocks of the last load got generations,
+    until the load has failed or the request's first step."""
 
 
 class PromiseState(msgspec.Struct):
