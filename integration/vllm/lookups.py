@@ -84,10 +84,13 @@ class Lookups:
             if known is None or lookup.computed_with not in (None, known):
                 return False
             lookup.computed_with = known
-        if not lookup.named:
-            unit = self._context.unit
-            own = tracked.request.block_hashes[unit - 1 :: unit]
+        unit, own = self._context.unit, tracked.request.block_hashes
+        named = len(lookup.named) // HASH_BYTES * unit
+        # A session may go on with other tokens behind its last turn.
+        if not named or own[named - 1 : named] != [lookup.last]:
+            own = own[unit - 1 :: unit]
             lookup.named = block_hashes(own, *lookup.computed_with)
+            lookup.last = own[-1] if own else b""
         return True
 
     def _computed_with(

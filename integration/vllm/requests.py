@@ -169,6 +169,8 @@ class LookupState(msgspec.Struct):
     """Digests of the weights' version and the adapter; None until the request was named."""
     named: bytes = b""
     """Packed, the names of the blocks that it had by then: see `Lookups.hashes`."""
+    last: bytes = b""
+    """vLLM's hash of the last of these blocks."""
     question: Question | None = None
     probe: tuple[int, Find] | None = None
     """The last chunk for which `Lookups.probe` asked, and what it asked."""

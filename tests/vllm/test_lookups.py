@@ -117,6 +117,29 @@ def test_a_hung_server_costs_one_deadline(engine: Engine, monkeypatch: pytest.Mo
     eventually(lambda: loaded(engine) == CHUNKS)
 
 
+@pytest.mark.parametrize("unit", [1, 2])
+def test_a_request_whose_tokens_have_changed_is_named_again(unit: int) -> None:
+    """As of a session whose next turn goes on with other tokens than were guessed."""
+    context: Any = SimpleNamespace(version=b"", unit=unit)
+    own = [bytes([number]) * 32 for number in range(6)]
+    request = SimpleNamespace(lora_request=None, block_hashes=list(own))
+    asks, tracked = (
+        lookups.Lookups(context, Meter()),
+        requests.Tracked(request, requests.DEFAULT, True),
+    )
+    for behind in (6, 6, 5, 4, 6):
+        # A hash stands for all tokens before it.
+        new = [bytes([10 * behind + number]) * 32 for number in range(6 - behind)]
+        request.block_hashes[behind:] = new
+        assert asks.name(tracked)
+        stop = len(request.block_hashes) // unit
+        names = b"".join(one[:16] for one in request.block_hashes[unit - 1 :: unit])
+        assert asks.hashes(tracked, 0, stop, unit) == names
+    del request.block_hashes[3:]
+    assert asks.name(tracked)
+    assert len(tracked.lookup.named) == 3 // unit * 16
+
+
 def test_a_request_is_named_no_more_once_its_adapter_was_replaced(tmp_path: Path) -> None:
     """In place, too, it then shares nothing more of what it computes."""
     weights, meter = tmp_path / "adapter_model.safetensors", Meter()
