@@ -86,8 +86,11 @@ class Lookups:
             lookup.computed_with = known
         unit, own = self._context.unit, tracked.request.block_hashes
         named = len(lookup.named) // HASH_BYTES * unit
-        # A session may go on with other tokens behind its last turn.
-        if not named or own[named - 1 : named] != [lookup.last]:
+        if named and own[named - 1 : named] != [lookup.last]:
+            # A session goes on with other tokens behind its last turn.
+            self.forget(tracked)
+            named, lookup.probe = 0, None
+        if not named:
             own = own[unit - 1 :: unit]
             lookup.named = block_hashes(own, *lookup.computed_with)
             lookup.last = own[-1] if own else b""

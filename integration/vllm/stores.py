@@ -324,10 +324,8 @@ class StorePlanner:
             first = groups.alive_from(tables, before, first, ready)
         self._announce(tracked, first, ready)
         if first < ready:
-            keys, blocks = (
-                self._lookups.keys(tracked, 0, ready),
-                groups.chunks(tables, first, ready),
-            )
+            keys = self._lookups.keys(tracked, 0, ready)
+            blocks = groups.chunks(tables, first, ready)
             meta.stores.append(StoreSpec(keys[first:], blocks, keys[:first]))
         self.mark_stored(tracked, ready)
 

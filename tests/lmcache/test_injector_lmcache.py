@@ -38,9 +38,6 @@ def test_an_exception_of_ours_behind_lmcache_is_no_wrong_answer_and_no_end(
 
     def outcome_of(case: Case) -> str:
         outcome: Outcome = instance.ask(inside, "run", case)
-        if outcome.kind == "wrong" and not outcome.wrong:
-            # An answer that came late is a miss, too, and nobody says so: once, not twice.
-            outcome = instance.ask(inside, "run", case)
         if outcome.kind == "wrong":
             return f"wrong: {outcome.wrong or 'shares nothing, and nobody says so'}"
         if outcome.kind == "off, and said":

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm_cases import CHUNK, Prompt
 from vllm_inside import POISON
 
+from vcache_backend.children import until
 from vcache_backend.integration import hooks as replaced
 from vcache_backend.integration.lmcache import boundary, hooks, worker
 
@@ -141,6 +142,9 @@ def run(serving: Any, case: Case) -> Outcome:
     made.anew(watch)
     answers, _ = made.rounds(f"case {made.cases}", reset=True)
     end()
+    if not (boundary.WORKER.off or boundary.SCHEDULER.off):
+        # What raised in a thread of the client may have ended the connection, which comes back.
+        until(lambda: made.worker.session.client.connected, FLUSH_SECONDS)
     after, cached = made.rounds(f"after {made.cases}", most=2)
     expected = [*made.expected, *made.expected[: len(after)]]
     pairs = zip([*answers, *after], expected, strict=True)

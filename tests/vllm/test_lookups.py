@@ -123,15 +123,15 @@ def test_a_request_whose_tokens_have_changed_is_named_again(unit: int) -> None:
     context: Any = SimpleNamespace(version=b"", unit=unit)
     own = [bytes([number]) * 32 for number in range(6)]
     request = SimpleNamespace(lora_request=None, block_hashes=list(own))
-    asks, tracked = (
-        lookups.Lookups(context, Meter()),
-        requests.Tracked(request, requests.DEFAULT, True),
-    )
+    asks = lookups.Lookups(context, Meter())
+    tracked = requests.Tracked(request, requests.DEFAULT, True)
     for behind in (6, 6, 5, 4, 6):
         # A hash stands for all tokens before it.
         new = [bytes([10 * behind + number]) * 32 for number in range(6 - behind)]
         request.block_hashes[behind:] = new
+        tracked.lookup.answer = requests.FAILED
         assert asks.name(tracked)
+        assert (tracked.lookup.answer is None) == (behind < 6), "it was about other tokens"
         stop = len(request.block_hashes) // unit
         names = b"".join(one[:16] for one in request.block_hashes[unit - 1 :: unit])
         assert asks.hashes(tracked, 0, stop, unit) == names
