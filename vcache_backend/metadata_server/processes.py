@@ -38,7 +38,8 @@ class Peer(msgspec.Struct):
     From the hello: the client's process, the process's parent and `processes.spawner`, the
     preferred device, the instance's name and layout (empty for tools). From later messages:
     segments that the client cannot map, its reads, whether it has looked tokens up, its
-    `Promise.chunk_seconds`; `heard`: when its last message came (monotonic clock)."""
+    `Promise.chunk_seconds`; the bytes that it is about to allocate for the pool, and until when it
+    may; `heard`: when its last message came (monotonic clock)."""
 
     id: int
     process: ProcessId
@@ -52,6 +53,8 @@ class Peer(msgspec.Struct):
     reads: list[Reads] = []
     asked: bool = False
     chunk_seconds: float = 0.0
+    claimed: int = 0
+    claims_until: float = 0.0
     heard: float = msgspec.field(default_factory=time.monotonic)
 
     @property

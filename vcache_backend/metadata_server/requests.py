@@ -27,32 +27,6 @@ from vcache_backend.protocol import messages as m
 log = logging.getLogger(__name__)
 
 
-class Claims:
-    """Memory about to be allocated for the pool, by device. At most one claim for each client."""
-
-    def __init__(self) -> None:
-        self._of_client: dict[int, tuple[str, int, float]] = {}
-        """The device, the bytes, and the end of the claim."""
-
-    def grant(self, client: int, device: str, missing: int, now: float) -> int:
-        """Grant the client the part of the `missing` bytes of a device that no other client claims.
-        Ends the client's earlier claim."""
-        self.end(client)
-        others = sum(
-            nbytes
-            for claimed, nbytes, until in self._of_client.values()
-            if claimed == device and now <= until
-        )
-        nbytes = max(missing - others, 0)
-        if nbytes:  # whoever takes longer to allocate it may have failed
-            self._of_client[client] = device, nbytes, now + 120
-        return nbytes
-
-    def end(self, client: int) -> None:
-        """End the claim of a client that has added its segment, or has none to add."""
-        self._of_client.pop(client, None)
-
-
 class Service:
     """Answers requests in the server's thread. Owns the fds of registered segments."""
 
@@ -76,7 +50,6 @@ class Service:
         self.residents = ResidentDirectory(self.counters, self.promises.arrived)
         pool = self.backlog, self.counters, resets, keep, self._was_reset, max_chunks
         self.directory = Directory(now, write_seconds, *pool)
-        self.claims = Claims()
         self.instances = InstanceRegistry(self.residents, self._spare, pidfd)
         self.layouts = Layouts()
         self.latency = defaultdict[str, Histogram](Histogram)
@@ -191,7 +164,6 @@ class Service:
 
     def disconnect(self, client: Peer) -> None:
         self.directory.disconnect(client.id)
-        self.claims.end(client.id)
         self.promises.drop_client(client)
         self.layouts.drop(client.id)
         self.instances.disconnect(client)
@@ -210,11 +182,18 @@ class Service:
 
     # ---- segments
 
-    def _lend(self, client: Peer, nbytes: int) -> int:
-        """Grant the bytes that the client's device lacks of `nbytes` and no other client claims."""
-        regions = self.directory.regions.values()
-        pooled = sum(region.nbytes for region in regions if region.device == client.device)
-        return self.claims.grant(client.id, client.device, nbytes - pooled, self._now())
+    def _lend(self, client: Peer, nbytes: int, seconds: float = 120.0) -> int:
+        """Grant the bytes that the client's device lacks of `nbytes` and no other client claims.
+        The client has them, in place of an earlier claim, until it adds a segment, for so many
+        seconds at most: whoever takes longer to allocate them may have failed."""
+        now, device = self._now(), client.device
+        client.claimed = 0
+        regions, clients = self.directory.regions.values(), self.layouts.clients.values()
+        taken = sum(region.nbytes for region in regions if region.device == device)
+        claims = (c.claimed for c in clients if c.device == device and now <= c.claims_until)
+        client.claimed = max(0, nbytes - taken - sum(claims))
+        client.claims_until = now + seconds
+        return client.claimed
 
     def _add_segment(self, client: Peer, request: m.AddSegment, fds: list[int]) -> Answer:
         if len(fds) != 1 + request.again:
@@ -251,7 +230,7 @@ class Service:
                 raise Refused(f"segment {id_}, its table: {why}") from error
             undo.pop_all()
         region.fds = [Descriptor(fds.pop(0)), own]
-        self.claims.end(client.id)
+        client.claimed = 0
         return m.Added(self.directory.add(region)), [own]
 
     def _open_segment(self, id_: m.SegmentId) -> Answer:
@@ -333,11 +312,10 @@ class Service:
         pairs = zip(keys, self.directory.of_all(keys, request.ranks), strict=True)
         return [key for key, stored in pairs if not (stored or has(own, key))]
 
-    def _drop_segment(self, id_: m.SegmentId) -> m.Dropped:
+    def _drop_segment(self, id_: m.SegmentId) -> m.Count:
         if self.directory.region(id_) is None:
             raise Refused(f"segment {id_} is not here; `vcache status` shows those that are")
-        chunks = self.directory.drop(id_)
-        return m.Dropped(chunks, self.directory.region(id_) is None)
+        return m.Count(self.directory.drop(id_))
 
     def _note(self, client: Peer, request: m.ListSegments) -> None:
         """Note the news of a client's heartbeat."""

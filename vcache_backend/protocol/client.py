@@ -132,8 +132,9 @@ class Client(Channel):
         opened, fds = self._open(m.OpenSegment(id_), m.Opened, lambda opened: 2)
         return opened.segment, fds[0], fds[1]
 
-    def drop_segment(self, id_: m.SegmentId) -> m.Dropped:
-        return self._call(m.DropSegment(id_), m.Dropped, self._config.control_seconds)
+    def drop_segment(self, id_: m.SegmentId) -> int:
+        """Stop using a segment. Returns how many chunks it had."""
+        return self._call(m.DropSegment(id_), m.Count, self._config.control_seconds).count
 
     def list_segments(self) -> list[m.SegmentInfo]:
         """List all segments. Also sends the counts from `count`, `reads` and `unmappable`."""

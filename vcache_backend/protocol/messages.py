@@ -381,7 +381,8 @@ class OpenSegment(Request, frozen=True, tag="open_segment"):
 
 
 class DropSegment(Request, frozen=True, tag="drop_segment"):
-    """Stop using a segment, whose table is dead at once: reads under way fail → `Dropped`."""
+    """Stop using a segment, whose table is dead at once: reads under way fail → `Count` of its
+    chunks. The server forgets them now or soon, and its memory is free once nobody uses it."""
 
     id: SegmentId
 
@@ -618,13 +619,6 @@ class Opened(Reply, frozen=True, tag="opened"):
     """A segment. Its fd and its table's fd come along, in this order."""
 
     segment: SegmentInfo
-
-
-class Dropped(Reply, frozen=True, tag="dropped"):
-    """`gone`: False while the server still forgets the segment's chunks."""
-
-    chunks: int
-    gone: bool
 
 
 class Segments(Reply, frozen=True, tag="segments"):
