@@ -101,7 +101,6 @@ class Service:
 
     def _of_residents(self, client: Peer, request: m.OfResidents) -> m.Reply:
         """Answer requests about instances' KV caches."""
-        instances = self.instances
         match request:
             case m.Find():
                 return self._find(client, request)
@@ -110,9 +109,6 @@ class Service:
                 return self._promise(client, request)
             case m.Publish():
                 return self._publish(client, request)
-            case m.Listen(instance):
-                epoch = self.directory.epoch([m.ChunkKey(instances.listens(client, instance))])
-                return m.Heard(epoch, self.residents.copies(instance))
             case _:
                 assert_never(request)
 
@@ -129,7 +125,7 @@ class Service:
                 return self._drop_segment(id_), ()
             case m.ListSegments():
                 self._note(client, request)
-                return m.Segments(self.directory.segments()), ()
+                return self._segments(client), ()
             case m.Join():
                 return self.instances.join(client, request, fds), ()
             case m.ShowCache():
@@ -239,6 +235,14 @@ class Service:
             raise Refused(f"segment {id_} was dropped, or not offered since a restart")
         return m.Opened(region.described()), region.fds
 
+    def _segments(self, client: Peer) -> m.Segments:
+        segments, instance = self.directory.segments(), self.instances.scheduled_by(client)
+        if instance is None:
+            return m.Segments(segments)
+        namespace = self.residents.of[instance].namespace
+        epoch = self.directory.epoch([m.ChunkKey(namespace)])
+        return m.Segments(segments, epoch, self.residents.copies(instance))
+
     # ---- chunks
 
     def _reserve(self, client: Peer, keys: list[m.ChunkKey], nbytes: int) -> m.Reserved:
@@ -281,7 +285,7 @@ class Service:
             lacking = self._lacking(request, missing)
             self.promises.intend(client, request.promise, lacking, request.ranks, begins)
         copies = list[m.Copies]()
-        if request.instance and self.instances.owns(client, request.instance, m.SCHEDULER):
+        if request.instance and self.instances.scheduled_by(client) == request.instance:
             copies = self.residents.copies(request.instance)
         if coming is None and not epoch and not copies:
             return answer
