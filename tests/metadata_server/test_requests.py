@@ -75,7 +75,7 @@ def test_each_request_and_its_answer(stage_: Stage, worker: Raw, server: Child, 
     assert isinstance(epoch, int)
     assert worker.hello()[::2] == ["error", False]
     segment = ["s0", "host", "host", 4096, 0, 0, 0, "live"]
-    assert worker.ask("list_segments") == ["segments", [segment]]
+    assert worker.ask("list_segments") == ["segments", [segment], None, []]
     assert worker.ask("open_segment", "s0") == ["opened", segment]
     assert os.fstat(worker.fds[-2]).st_ino == os.fstat(memfd).st_ino
     assert os.fstat(worker.fds[-1]).st_ino == os.fstat(worker.fds[0]).st_ino

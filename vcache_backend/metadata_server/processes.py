@@ -62,26 +62,18 @@ class Peer(msgspec.Struct):
         return self.layout.get("namespace", "")
 
 
-class Closer:
-    """A thread that closes fds for the server's loop. A number stays taken until its fd is closed.
-
-    Closing the last fd of a memory frees the memory, which takes a quarter of a second a GiB of
-    host memory."""
-
-    def __init__(self) -> None:
-        self._fds = SimpleQueue[int]()
-        self.put = self._fds.put
-        threads.start(self._turn, "vcache-closer")
-
-    def _turn(self) -> None:
-        with suppress(OSError):  # of the file's own flush: the fd is closed all the same
-            os.close(self._fds.get())
-
-
 @cache
-def closing() -> Closer:
-    """The thread of this process. RuntimeError if there are too many threads."""
-    return Closer()
+def closing() -> SimpleQueue[int]:
+    """Fds that a thread closes for the server's loop: closing the last fd of a memory frees it, in
+    a quarter of a second a GiB of host memory. RuntimeError if there are too many threads."""
+    fds = SimpleQueue[int]()
+
+    def turn() -> None:
+        with suppress(OSError):  # of the file's own flush: the fd is closed all the same
+            os.close(fds.get())
+
+    threads.start(turn, "vcache-closer")
+    return fds
 
 
 class Descriptor:
