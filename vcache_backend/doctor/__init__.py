@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 import platform
-import re
 import secrets
 import sys
 import time
@@ -23,14 +22,13 @@ import msgspec
 
 from vcache_backend import proofs
 from vcache_backend.config import ByteSize, ClientConfig, Config, left_out, whole
-from vcache_backend.errors import ConfigError, SegmentError, VCacheError
+from vcache_backend.errors import SegmentError, VCacheError
 from vcache_backend.offload.process import (
     FULL,
     INSTALL,
     STORED,
     OffloadProcess,
     StoreDown,
-    StoreLost,
 )
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import PROTOCOL_VERSION
