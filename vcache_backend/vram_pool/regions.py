@@ -15,7 +15,7 @@ import secrets
 import stat
 import weakref
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -25,24 +25,6 @@ from vcache_backend.protocol.messages import MAX_SEGMENT_BYTES, SegmentId, Segme
 from vcache_backend.vram_pool import cuda_driver, devices, host_memory
 from vcache_backend.vram_pool.cuda_driver import Driver, DriverError
 from vcache_backend.vram_pool.devices import Device
-
-
-class SlotView(NamedTuple):
-    """A slot as this process sees it, mapped for as long as the view is held."""
-
-    address: int
-    nbytes: int
-    local: bool
-    """Whether the bytes lie on the KV cache's device."""
-    whole: Tensor
-    """Contiguous 1-D uint8 around the slot."""
-    offset: int
-    """The slot's first byte in `whole`."""
-
-    @property
-    def tensor(self) -> Tensor:
-        """The bytes as contiguous 1-D uint8. Built on demand: kernels need only the address."""
-        return self.whole[self.offset : self.offset + self.nbytes]
 
 
 class OwnedSegment:
