@@ -168,13 +168,6 @@ class EngineConfig(_Section, frozen=True, kw_only=True):
     chunk_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 256
     kv_axes: str = ""
 
-    def __post_init__(self) -> None:
-        names = self.kv_axes.split()
-        right = {"block", "token"} <= set(names) <= set(KV_AXES)
-        if names and (len(set(names)) < len(names) or not right):
-            wanted = f"different words of {', '.join(KV_AXES)}, with block and token among them"
-            raise ValueError(f"kv_axes must be {wanted}, got {self.kv_axes!r}")
-
 
 class ConnectorConfig(_Section, frozen=True, kw_only=True):
     """Our connector in vLLM. Token counts leave out tokens in vLLM's prefix cache. share:

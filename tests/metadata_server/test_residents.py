@@ -417,7 +417,6 @@ class ResidentMachine(RuleBasedStateMachine):
         assert [run[:2] for run in found.residents] == sorted(run[:2] for run in found.residents)
         holders: dict[tuple[int, int], list[bytes]] = {}
         for run in found.residents:
-            assert run.fits()
             assert 0 < run.count <= found.end // tables[run.table].scale
             for block in range(run.first, run.stop):
                 one = run.cut(block, block + 1)

@@ -91,9 +91,6 @@ def test_layers_with_pages_of_several_sizes_move_together(device: str, make: Mak
         assert torch.equal(cache, old)
 
 
-# ---- what is refused
-
-
 # ---- completions
 
 

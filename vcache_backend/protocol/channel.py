@@ -105,7 +105,6 @@ class Channel:
         """Since when a killed server has been away; infinite if no server was killed."""
         self._start_after = 0.0
         self._wake = threading.Event()
-        self._soon = False
         self._stop = threading.Event()
         self.epoch = 0
         self.connections_lost = 0
@@ -357,9 +356,6 @@ class Channel:
             self._pauses.reset()
             self._wake.wait(self._config.heartbeat_seconds)
             self._wake.clear()
-            if self._soon:
-                self._soon = False
-                self._stop.wait(0.05)  # so that the heartbeat delays no request under way
             if self.connected and not self._stop.is_set():
                 _call_all(self.on_beat, "heartbeat")
             return self._stop.is_set()
@@ -375,11 +371,6 @@ class Channel:
             self._late = ""
             self._start_again()
         return False
-
-    def _beat_soon(self) -> None:
-        """Have the thread send the next heartbeat now."""
-        self._soon = True
-        self._wake.set()
 
     def _start_again(self) -> None:
         """Call `on_killed` if the server was killed and has stayed away for `KILLED_SECONDS`."""
