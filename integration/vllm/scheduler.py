@@ -183,14 +183,13 @@ class VCacheScheduler:
             return FOLLOW
         if wait is not None:
             probed = lookups.probed(tracked)
-            if probed is not None and waits.goes_on(tracked, probed):
-                return FOLLOW
-            if probed is not None:
+            if probed is not None and not waits.goes_on(tracked, probed):
                 lookups.forget(tracked)
-            elif tracked.lookup.question is None and (
+            elif tracked.lookup.question is not None:
+                if probed is not None:
+                    return FOLLOW
+            elif not waits.is_due(tracked) or lookups.probe(tracked, wait.probes):
                 # Without a server no question is sent, and the look-up ends the wait.
-                not waits.is_due(tracked) or lookups.probe(tracked, wait.probes)
-            ):
                 return FOLLOW
         answer = lookups.find(tracked, first, most)
         self._keep_junction(tracked, answer)
@@ -246,7 +245,8 @@ class VCacheScheduler:
         requests, cached = self._requests, output.scheduled_cached_reqs
         self._promises.rate.look()
         self._learn()
-        more = self._further() if self._open else []
+        # A step that runs no model has the time to wait for the answers.
+        more = self._further(ask=not output.total_num_scheduled_tokens) if self._open else []
         if not more and self._rests(output):
             told = self._planner.publications(requests)
             return StepMetadata(publications=told) if told else QUIET
@@ -297,11 +297,14 @@ class VCacheScheduler:
             and self._planner.rests(output, self._requests)
         )
 
-    def _further(self) -> list[MoreBlocks]:
-        """What has come for open loads. Those whose requests no longer wait end."""
+    def _further(self, ask: bool) -> list[MoreBlocks]:
+        """What has come for open loads. Those whose requests no longer wait end. ask: read the
+        answers to the questions asked now, too."""
         told = list[MoreBlocks]()
         for name, tracked in list(self._open.items()):
             decision = self._decide(tracked) if tracked.wait.present else MISS
+            if decision.again and ask and tracked.lookup.question is not None:
+                decision = self._decide(tracked)
             if decision.again:
                 continue
             if decision.wait is None:
@@ -326,6 +329,14 @@ class VCacheScheduler:
             if self.publications is not None:
                 meta.instance = self.publications.instance
         return meta
+
+    def further(self) -> list[MoreBlocks]:
+        """What has come for open loads by now, asked between two steps. The worker must have the
+        loads of all steps."""
+        if not self._open or self._loads:
+            return []
+        self._learn()
+        return self._further(ask=True)
 
     def update(self, output: Any) -> None:
         """Handle the workers' reports after a step."""
