@@ -193,7 +193,6 @@ class InstanceContext:
             # Answers bring news even if no request waits for them any more.
             client.on_reply = self.publications.hear
             Standing(client, self._join, "vcache: others cannot read this instance's KV cache")
-            client.on_beat.append(self._listen)
         if trouble := client.trouble:
             log.warning("vcache: %s; until it answers nothing is cached", trouble)
         told = "vcache: namespace %s, chunks of %d tokens, ranks: %d"
@@ -222,7 +221,8 @@ class InstanceContext:
         except VCacheError as error:
             log.warning("the pool was not cleared, so nothing is read from it: %s", error)
             return False
-        self._listen()
+        with suppress(VCacheError):
+            self.client.heartbeat()  # so that the epoch is heard of
         return True
 
     def close(self) -> None:
@@ -237,21 +237,12 @@ class InstanceContext:
     # ---- inside; in the scheduler's thread or the client's background thread
 
     def _join(self) -> None:
-        """Show the server our generation table, and listen."""
+        """Show the server our generation table, and hear of the epoch."""
         own, client = self.publications, self.client
         if own is not None and client is not None:
             shape = own.blocks, self.ranks, self.hashes, own.tables
             client.join(own.instance, self.prefix, *shape, own.generations.fd)
-            self._listen()
-
-    def _listen(self) -> None:
-        """Ask for resets by other instances, and for chunks in several KV caches."""
-        if self.publications is None or self.client is None:
-            return
-        try:
-            self.client.listen(self.publications.instance)
-        except VCacheError as error:
-            log.debug("listen: %s", error)
+            client.heartbeat()
 
     def _check_announced(self) -> None:
         """Ask which announced chunks are gone."""

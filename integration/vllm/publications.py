@@ -19,10 +19,10 @@ from vcache_backend.protocol.messages import (
     BlockTable,
     Copies,
     Found,
-    Heard,
     InstanceId,
     Promised,
     Reply,
+    Segments,
 )
 from vcache_backend.vram_pool.generations import VOID, Generations
 
@@ -95,12 +95,12 @@ class Publications:
             # A `kv_producer` looks nothing up, and would hear only with its next heartbeat.
             self.heard = max(self.heard, reply.epoch)
             self.news |= self.heard != self.epoch
-        if not isinstance(reply, Found | Heard):
+        if not isinstance(reply, Found | Segments) or reply.epoch is None:
             return
         if reply.copies:
             self.copies.append(reply.copies)
         # An answer about no hashes has no epoch.
-        self.heard = reply.epoch if isinstance(reply, Heard) else max(self.heard, reply.epoch)
+        self.heard = reply.epoch if isinstance(reply, Segments) else max(self.heard, reply.epoch)
         if reply.copies or self.heard != self.epoch:
             self.news = True
 

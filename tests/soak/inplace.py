@@ -32,7 +32,7 @@ from vcache_backend.protocol.messages import (
     ResidentRun,
 )
 from vcache_backend.resident.mappings import Neighbours, Tables
-from vcache_backend.resident.own_cache import OwnCache, cache_shape
+from vcache_backend.resident.own_cache import cache_shape, show_cache
 from vcache_backend.transfer.keys import TokenHasher
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces
@@ -132,7 +132,7 @@ class Instance(Living):
             self._join()
         regions = exportable.allocations()
         shown = cache_shape(self.kv, regions, self.session.device)
-        self.shown = OwnCache(self.client, self.instance, 0, shown, regions)
+        self.shown = show_cache(self.client, self.instance, 0, shown, regions)
         self.publisher = Publisher(self.client, self.session.stats, self.instance, 0, BLOCKS)
         self.hasher = TokenHasher(self.session.namespace, CHUNK_TOKENS)
 
@@ -151,7 +151,8 @@ class Instance(Living):
         """Ask for the namespace's epoch; publications of another epoch are refused. The server also
         raises the epoch by itself, if it may have missed a reset."""
         with suppress(VCacheError):
-            self._heard = self.client.listen(self.instance).epoch
+            heard = self.client.heartbeat().epoch
+            self._heard = self._heard if heard is None else heard
 
     def learn(self) -> None:
         """Void what was computed before a reset."""

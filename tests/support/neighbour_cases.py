@@ -25,7 +25,7 @@ from vcache_backend.config import ClientConfig
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import BlockTable, InstanceId, ResidentRun
 from vcache_backend.resident.mappings import Neighbour, Neighbours, Tables
-from vcache_backend.resident.own_cache import OwnCache, cache_shape
+from vcache_backend.resident.own_cache import cache_shape, show_cache
 from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.copies.copier import Completion, Copier, CopyJob, HostCopier
 from vcache_backend.vram_pool.copies.geometry import PagedKV
@@ -154,7 +154,7 @@ class Owner:
             self.join()
         if rank is not None:
             shape = cache_shape(self.cache.kv, self.cache.regions, where)
-            self.shown = OwnCache(self.client, name, rank, shape, self.cache.regions)
+            self.shown = show_cache(self.client, name, rank, shape, self.cache.regions)
 
     def join(self) -> None:
         size = self.table.blocks, self.ranks, self.each
