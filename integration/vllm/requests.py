@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from math import inf
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -328,3 +328,15 @@ class Tracked(msgspec.Struct):
     promise: PromiseState = msgspec.field(default_factory=PromiseState)
     store: StoreState = msgspec.field(default_factory=StoreState)
     in_place: InPlaceState = msgspec.field(default_factory=InPlaceState)
+
+
+class Beginning(NamedTuple):
+    """A request that begins or resumes in a step, with its present block tables.
+
+    computed: tokens before the step. whole: the same, but in whole blocks if the request goes on in
+    a copy of a block that vLLM's own cache has."""
+
+    tracked: Tracked
+    block_tables: Sequence[Sequence[int]]
+    computed: int
+    whole: int
