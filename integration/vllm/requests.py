@@ -177,6 +177,10 @@ class LookupState(msgspec.Struct):
     answer: Answer | None = None
     late_since: float | None = None
     """Since when vLLM comes back for a late answer (time.monotonic)."""
+    most: int = 0
+    """How many leading tokens could be loaded when the request was last looked at."""
+    chunks: int = 0
+    """How many chunks hold these tokens."""
     asked: int = 0
     """Tokens that the metrics count as looked up."""
     found: int = 0
@@ -254,12 +258,12 @@ class StoreState(msgspec.Struct):
 
     block_tables: list[array[int]] = []
     stored: int = 0
-    """How many leading chunks are stored, published, or being stored."""
+    """How many leading chunks are stored, or being stored."""
     written: int = 0
     """The least number of tokens in these blocks once the planned steps have run."""
     complete_at: float = inf
-    """The number of computed tokens that completes the next chunk. Infinite if the request stores
-    nothing more."""
+    """The number of computed tokens that completes the next chunk; in place without a pool, where
+    vLLM's blocks count, a large one. Infinite if the request stores nothing more."""
     idle_until: float = 0.0
     """A step that reaches fewer tokens, and brings no blocks, completes nothing."""
     trusted_after: int = 0

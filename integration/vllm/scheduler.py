@@ -134,8 +134,8 @@ class VCacheScheduler:
         schedules the request."""
         if not self.context.prefix and not self.context.open():
             return
-        tracked, (tokens, _) = self._track(request), self.context.loadable(request)
-        size = self.context.chunk_size
+        tracked, size = self._track(request), self.context.chunk_size
+        tokens = self.context.measure(tracked)
         lacking = tokens - self.context.config.connector.min_hit_tokens
         if lacking < 0 or not tracked.may_load or self.resets.clearing:
             return
@@ -173,9 +173,8 @@ class VCacheScheduler:
             or (not context.prefix and not context.open())
         ):
             return MISS
-        most, chunks = context.loadable(tracked.request)
         least = context.config.connector.min_hit_tokens
-        if most - local < least or not lookups.name(tracked):
+        if context.measure(tracked) - local < least or not lookups.name(tracked):
             return MISS
         wait, opened = tracked.wait.present, tracked.load is not None
         first = wait.probes if wait and opened else local // context.chunk_size
@@ -192,9 +191,9 @@ class VCacheScheduler:
                 not waits.is_due(tracked) or lookups.probe(tracked, wait.probes)
             ):
                 return FOLLOW
-        answer = lookups.find(tracked, first, most)
+        answer = lookups.find(tracked, first)
         self._keep_junction(tracked, answer)
-        return waits.decide(tracked, most, chunks, answer)
+        return waits.decide(tracked, answer)
 
     def _keep_junction(self, tracked: Tracked, answer: Answer) -> None:
         """Have vLLM keep windows and states where the request leaves a prompt of another instance,

@@ -3,6 +3,7 @@ blocks."""
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -31,9 +32,7 @@ class StorePlanner:
         """spec_kind: the kind of KV cache, for events."""
         self._context, self._lookups, self._spec_kind = context, lookups, spec_kind
         self._size, self._groups = context.chunk_size, context.groups
-        own = self._publications = context.publications
-        self._copies = context.stores and (own is None or context.config.pool.lent > 0)
-        """Blocks are copied into a pool: their next owners wait for that."""
+        self._publications, self._copies = context.publications, context.copies
         self._load_numbers = count(1)
         self._idle: list[str] = []
         self._idle_tokens: float = 0
@@ -205,7 +204,9 @@ class StorePlanner:
         store.stored, store.idle_until, self._idle_tokens = chunks, 0.0, 0
         prompt = tracked.request.num_prompt_tokens if self._context.prompts_only else inf
         stores = self._may_store(tracked) and prompt >= (chunks + 1) * size
-        store.complete_at = (chunks + 1) * size if stores else inf
+        store.complete_at = (
+            ((chunks + 1) * size if self._copies else sys.maxsize) if stores else inf
+        )
 
     # ---- inside
 
@@ -293,10 +294,9 @@ class StorePlanner:
         if ready <= first or not self._context.open() or not self._lookups.name(tracked):
             return
         if self._publications is not None:
-            if self._context.config.pool.lent:
-                self._announce(tracked, first, ready)
-                blocks = groups.chunks(tables, first, ready)
-                self._completed.append((self._lookups.keys(tracked, first, ready), blocks))
+            self._announce(tracked, first, ready)
+            blocks = groups.chunks(tables, first, ready)
+            self._completed.append((self._lookups.keys(tracked, first, ready), blocks))
             self.mark_stored(tracked, ready)
             return
         if not groups.plain:
