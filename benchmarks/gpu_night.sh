@@ -22,9 +22,10 @@
 #   serving  two servers, vLLM alone, in place and with a pool, in turn: WORKLOADS=..., RUNS=0,1,2  7 minutes
 #   routed   two servers, vLLM alone and in place, in turn and behind vllm-router: ARMS=..., WORKLOADS=...   8 minutes; nothing beside it
 #   ranks    one server of two data parallel ranks, alone and in place, chat: WORKLOADS=...         8 minutes; nothing beside it
+#            of gpt-oss: MORE="--model gpt_oss_20b"
 #   pd       prefill and decode apart, vcache beside NIXL and beside two servers that do both: ARMS=..., FLIGHTS="1 8 16 32", TOKENS="8 32" in
 #            thousands, ANSWER=128 or 512, REPEATS=6 for shared prefixes, REQUESTS=40   4 minutes an arm with two flights and 8k; nothing beside it
-#            on one GPU: GPUS=0,0 MORE="--memory 0.6"
+#            on one GPU: GPUS=0,0 MORE="--memory 0.6"; up to four arms in turn: MORE="--together --memory 0.22"
 #   soak     whole vLLMs paused, stopped and killed, with controls: LEVELS="death death_pool"   7 minutes; without a GPU: LEVELS="planned hits"
 #
 # `serving`, `routed` and `ranks` keep their rows for the next call on the same machine: two calls may measure one system each
