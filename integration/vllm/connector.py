@@ -434,7 +434,7 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         """This process's counts since the last call."""
         if self._worker is not None:
             self._worker.measure()
-        return self._last_stats()
+        return self._meter.take() if self._meter is not None else None
 
     def _last_stats(self) -> Any:
         with suppress(Exception):
