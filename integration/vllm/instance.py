@@ -14,7 +14,7 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import start
 from vcache_backend.protocol.channel import Standing
 from vcache_backend.protocol.client import Client
-from vcache_backend.protocol.messages import ChunkKey
+from vcache_backend.protocol.messages import ChunkKey, Join
 from vcache_backend.resident.mappings import Tables
 from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.transfer.session import make_tier
@@ -244,8 +244,8 @@ class InstanceContext:
         """Show the server our generation table, and hear of the epoch."""
         own, client = self.publications, self.client
         if own is not None and client is not None:
-            shape = own.blocks, self.ranks, self.hashes, own.tables
-            client.join(own.instance, self.prefix, *shape, own.generations.fd)
+            shape = own.blocks, self.ranks, self.hashes, list(own.tables)
+            client.join(Join(own.instance, self.prefix, *shape), own.generations.fd)
             client.heartbeat()
 
     def _check_announced(self) -> None:
