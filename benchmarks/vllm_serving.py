@@ -14,9 +14,11 @@ The systems with `_dp` are one server with data parallel ranks.
 
 Workloads are in `serving.workloads` and `serving.trace`. Every arm gets the same prompts, with
 empty caches and a new router. The servers of a system are warmed up with prompts nobody asks again,
-and end after the last workload. Each of `--runs` has other prompts; rows are their medians.
+and end after the last workload. With `--together` those of all systems stand beside each other, if
+their GPUs have room, and the arms take turns: they share the host's moods, and start at once. Each
+of `--runs` has other prompts; rows are their medians.
 
-Rows are written after every workload of every arm. Rows that compare need both arms in the file.
+Rows are written after every run of every arm. Rows that compare need both arms in the file.
 `--scale tiny` runs the same on the CPU, for the sake of the script."""
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ import gc
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from itertools import product
 
 import msgspec
@@ -43,6 +46,7 @@ from .serving.summary import Figures, apart, compared, rows_of
 from .serving.systems import MODEL, SIZES, SYSTEMS, Sizes
 from .serving.trace import conversations
 from .serving.workloads import FIRST, Plan, Request, Workload
+from .vllm.instances import KINDS, joined
 
 WORKLOADS = {
     "prefix": workloads.prefix_repetition,
@@ -66,26 +70,36 @@ PLANNED = tuple(
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module's text. 1 if a row missed its limit or a system failed."""
     options = _options(arguments)
-    sizes, made, loads = _sizes(options), Measurement(options), dict[str, list[Workload]]()
+    sizes, made = _sizes(options), Measurement(options)
     model = sizes.scale.write_model(options.cache / f"model_{sizes.scale.name}")
-    four = len(options.gpus) == 4
     place = options.gpus, model, made.folder, options.cache, dict(options.set)
-    for system in dict.fromkeys(arm.system for arm in options.arms):
-        arms = [arm for arm in options.arms if arm.system == system]
-        with made.part(system):
-            made.clock.check(LEAST_SECONDS)
-            with Servers(system, sizes, *place) as servers:
-                # While the servers start.
-                loads = loads or _loads(options, sizes)
-                _start(servers, sizes, made.clock)
-                for runs in loads.values():
-                    for arm in arms:
-                        made.clock.check(LEAST_SECONDS)
-                        _measure(arm, servers, runs, made)
-    for name in options.workloads:
-        made.report.add(compared(made.report.rows, name, four))
-        made.report.add(apart(made.report.rows, name, _shaped(name, sizes.plan)[1]))
+    systems = dict.fromkeys(arm.system for arm in options.arms)
+    loads = dict[str, list[Workload]]()
+    for beside in [systems] if options.together else [[system] for system in systems]:
+        with ExitStack() as stack:
+            started = dict[str, Servers]()
+            for system in beside:
+                with made.part(system):
+                    made.clock.check(LEAST_SECONDS)
+                    started[system] = stack.enter_context(Servers(system, sizes, *place))
+            # While the servers start.
+            loads = loads or _loads(options, sizes)
+            up = dict[str, Servers]()
+            for system, servers in started.items():
+                with made.part(system):
+                    _start(servers, sizes, made.clock)
+                    up[system] = servers
+            for runs in loads.values():
+                _measure([arm for arm in options.arms if arm.system in up], up, runs, made)
+    for name, kind in zip(_named(options), options.workloads, strict=True):
+        made.report.add(compared(made.report.rows, name, len(options.gpus) == 4))
+        made.report.add(apart(made.report.rows, name, _shaped(kind, sizes.plan)[1]))
     return made.end()
+
+
+def _named(options: argparse.Namespace) -> list[str]:
+    """The workloads, as rows name them."""
+    return [joined(options.model, workload) for workload in options.workloads]
 
 
 def _loads(options: argparse.Namespace, sizes: Sizes) -> dict[str, list[Workload]]:
@@ -97,7 +111,7 @@ def _loads(options: argparse.Namespace, sizes: Sizes) -> dict[str, list[Workload
         for phase in load.phases:
             phase.requests[:] = [each.made(MODEL) for each in phase.requests]
         ceiling = workloads.ceiling(load.phases, plan.block)
-        named = load._replace(name=workload, ceiling=ceiling)
+        named = load._replace(name=joined(options.model, workload), ceiling=ceiling)
         loads.setdefault(workload, []).append(named)
     gc.collect()
     gc.freeze()
@@ -120,27 +134,42 @@ def _start(servers: Servers, sizes: Sizes, clock: Clock) -> None:
         print(f"{servers.name}: warm-up: {error}", flush=True)
 
 
-def _measure(arm: Arm, servers: Servers, runs: Sequence[Workload], made: Measurement) -> None:
-    """All runs of one workload through one arm. Raises ChildFailed, OutOfTime."""
-    name, found = runs[0].name, list[Figures]()
-    for load in runs:
-        servers.reset()
-        # Each server takes some steps: through a pool a reset is over after the next one.
-        step = Request(tokens=np.full(8, FIRST, np.uint32), output=1).made(MODEL)
-        asyncio.run(send([step] * 2 * len(servers.ports), servers.ports, 1, WARM_SECONDS))
-        # A server that only computes prompts hears of the others' resets with its next heartbeat.
-        time.sleep(HEARD if SYSTEMS[arm.system].apart else SETTLES)
-        with way(arm, servers, made.folder) as ports:
-            found.append(_answered(ports, load, made.clock, SYSTEMS[arm.system].apart))
-        print(
-            f"{made.clock.spent:4.0f} s  {arm.name} {name}: {found[-1].throughput:.2f} requests/s "
-            f"in {found[-1].duration:.1f} s, {found[-1].errors} errors, hit rate "
-            f"{found[-1].hit_rate:.3f} of {load.ceiling:.3f}",
-            flush=True,
-        )
-    label = f"{servers.label}, {arm.said}"
-    what = runs[0].what + "".join(f" and {load.what.rpartition(' ')[2]}" for load in runs[1:])
-    made.report.add(rows_of(arm.name, name, found, label, what))
+def _measure(
+    arms: Sequence[Arm], up: Mapping[str, Servers], runs: Sequence[Workload], made: Measurement
+) -> None:
+    """All runs of one workload, each through all arms. An arm that fails has no more runs."""
+    found: dict[Arm, list[Figures]] = {arm: [] for arm in arms}
+    for load, arm in product(runs, arms):
+        if arm in found:
+            figures = found.pop(arm)
+            with made.part(f"{arm.name} {load.name}"):
+                made.clock.check(LEAST_SECONDS)
+                figures.append(_run(arm, up[arm.system], load, made))
+                label = f"{up[arm.system].label}, {arm.said}"
+                done = runs[: len(figures)]
+                seeds = [f" and {each.what.rpartition(' ')[2]}" for each in done[1:]]
+                what = done[0].what + "".join(seeds)
+                made.report.add(rows_of(arm.name, load.name, figures, label, what))
+                found[arm] = figures
+
+
+def _run(arm: Arm, servers: Servers, load: Workload, made: Measurement) -> Figures:
+    """One run of a workload through an arm. Raises ChildFailed, OutOfTime."""
+    servers.reset()
+    # Each server takes some steps: through a pool a reset is over after the next one.
+    step = Request(tokens=np.full(8, FIRST, np.uint32), output=1).made(MODEL)
+    asyncio.run(send([step] * 2 * len(servers.ports), servers.ports, 1, WARM_SECONDS))
+    # A server that only computes prompts hears of the others' resets with its next heartbeat.
+    time.sleep(HEARD if SYSTEMS[arm.system].apart else SETTLES)
+    with way(arm, servers, made.folder) as ports:
+        found = _answered(ports, load, made.clock, SYSTEMS[arm.system].apart)
+    print(
+        f"{made.clock.spent:4.0f} s  {arm.name} {load.name}: {found.throughput:.2f} requests/s "
+        f"in {found.duration:.1f} s, {found.errors} errors, hit rate "
+        f"{found.hit_rate:.3f} of {load.ceiling:.3f}",
+        flush=True,
+    )
+    return found
 
 
 def _answered(ports: Sequence[int], load: Workload, clock: Clock, apart: str) -> Figures:
@@ -175,14 +204,18 @@ def _warm(ports: Sequence[int], plan: Plan, apart: str) -> list[str]:
 
 
 def _sizes(options: argparse.Namespace) -> Sizes:
-    """The scale's, with what was asked for otherwise."""
-    sizes = SIZES[options.scale]
+    """The scale's, with what was asked for otherwise. KV caches of another model have room for as
+    many tokens."""
+    sizes, kind = SIZES[options.scale], options.model
+    scale = KINDS[kind].of(sizes.scale)
+    each = options.memory * scale.token_bytes / sizes.scale.token_bytes
     given = {name: value for name in PLANNED if (value := getattr(options, name)) is not None}
     return msgspec.structs.replace(
         sizes,
-        plan=msgspec.structs.replace(sizes.plan, **given),
-        kv_bytes=int(sizes.kv_bytes * options.memory),
-        pool_bytes=int(sizes.pool_bytes * options.memory),
+        scale=msgspec.structs.replace(scale, name=joined(scale.name, kind)),
+        plan=msgspec.structs.replace(sizes.plan, vocabulary=scale.vocabulary, **given),
+        kv_bytes=int(sizes.kv_bytes * each),
+        pool_bytes=int(sizes.pool_bytes * each),
         instances=len(options.gpus),
     )
 
@@ -198,6 +231,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     usual = "prefix,fork,chat"
     option("--workloads", type=_workloads, default=usual, help=f"of {', '.join(WORKLOADS)}")
     option("--scale", choices=SIZES, default="full")
+    models = [kind for kind in KINDS if KINDS[kind].several]
+    option("--model", choices=models, default="", help="in place of Llama's shape")
+    option("--together", action="store_true", help="all systems stand beside each other")
     option("--gpus", type=_numbers, default="0,1", help="one for each server")
     option("--memory", type=float, default=1.0, help="of the scale's KV caches")
     option("--runs", type=_numbers, default="0", help="numbers of runs, each with other prompts")

@@ -56,13 +56,13 @@ class Servers:
         with ExitStack() as undo:
             self._socket = Path()
             if self._share:
-                server = metadata_server(folder / "vcache_server.log", **ENVIRONMENT)
+                server = metadata_server(folder / f"{name}_server.log", **ENVIRONMENT)
                 self._socket = undo.enter_context(server)
             theirs = free_ports(2)
             if self._lmcache:
                 size = theirs, sizes.scale.chunk, sizes.host_bytes, sizes.instances
                 command = lmcache_server(*size, SYSTEMS[name].lmcache)
-                log, given = folder / "lmcache.log", {**os.environ, **ENVIRONMENT}
+                log, given = folder / f"{name}_lmcache.log", {**os.environ, **ENVIRONMENT}
                 # vLLM's connectors wait for it.
                 undo.enter_context(Program("lmcache", command, log, given))
             undo.callback(self._end)

@@ -51,14 +51,18 @@ SIZES = {name: _sizes(name, given) for name, given in _GIVEN.items()}
 
 class System(msgspec.Struct, frozen=True, kw_only=True):
     """label: for people. share: vcache's `connector.share`; empty: without it. lmcache: how KV gets
-    to LMCache's server; empty: without it. ranks: one server with data parallel ranks, among which
-    vLLM balances itself. apart: the first half of the servers computes prompts, the second half
-    answers; `announced`, `nixl` or `mooncake`, by how the KV is handed over. connector: another one
-    than vcache. block, layout: of the KV cache, if not the usual ones."""
+    to LMCache's server; empty: without it. behind: another connector of vLLM's behind ours, which
+    keeps KV in host memory. host: our pool in host memory, for what KV caches lose. ranks: one
+    server with data parallel ranks, among which vLLM balances itself. apart: the first half of the
+    servers computes prompts, the second half answers; `announced`, `nixl` or `mooncake`, by how
+    the KV is handed over. connector: another one than vcache. block, layout: of the KV cache, if
+    not the usual ones."""
 
     label: str
     share: str = ""
     lmcache: str = ""
+    behind: str = ""
+    host: bool = False
     ranks: bool = False
     apart: str = ""
     connector: str = ""
@@ -79,8 +83,21 @@ SYSTEMS = {
     "both": System(
         label="vcache in place beside LMCache's server", share="in_place", lmcache="engine_driven"
     ),
+    # Who keeps in host memory what KV caches in place lose: our pool, or a connector of vLLM's.
+    "inplace_host": System(label="vcache in place, a host pool", share="in_place", host=True),
+    "both_offloading": System(
+        label="vcache in place beside OffloadingConnector",
+        share="in_place",
+        behind="OffloadingConnector",
+    ),
+    "both_simple": System(
+        label="vcache in place beside SimpleCPUOffloadConnector",
+        share="in_place",
+        behind="SimpleCPUOffloadConnector",
+    ),
     "alone_dp": System(label="vLLM alone, data parallel", ranks=True),
     "inplace_dp": System(label="vcache in place, data parallel", share="in_place", ranks=True),
+    "pool_dp": System(label="vcache, a pool, data parallel", share="pool", ranks=True),
     # Prefill and decode apart; beside `alone` and `inplace`, whose servers do both.
     "pd_vcache": System(label="vcache, prefill apart", share="in_place", apart="announced"),
     "pd_vcache_hnd": System(
@@ -161,9 +178,15 @@ def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any]
     if not (share := system.share):
         return theirs
     more = {"connector.share": share}
-    if share == "pool" and sizes.scale.cpu:
-        more["pool.device"] = f"host:{side['index']}"
     lends = sizes.pool_bytes if share == "pool" else 0
+    if system.host:
+        more["pool.device"], lends = "host", sizes.host_bytes
+    elif share == "pool" and sizes.scale.cpu:
+        more["pool.device"] = f"host:{side['index']}"
     more |= dict(side.get("more", {}))
     ours = our_connector(side["socket"], lends, sizes.scale.chunk, more) | role
+    if system.behind:
+        # As much on the whole node as LMCache's server has.
+        keeps = {"cpu_bytes_to_use": sizes.host_bytes // sizes.instances}
+        theirs = {"kv_connector": system.behind, "kv_connector_extra_config": keeps, **BOTH}
     return beside(ours, theirs) if theirs else ours

@@ -135,6 +135,12 @@ def _several(name: str, graphs: bool = False, **more: Any) -> Kind:
     return Kind(model=model, tiny=tiny, arguments=arguments, several=True, **more)
 
 
+def _gpt_oss_20b() -> dict[str, Any]:
+    few = SHAPES["gpt_oss"]
+    layers = {"num_hidden_layers": 24, "layer_types": 3 * few["layer_types"]}
+    return few | layers | {"num_local_experts": 32}
+
+
 DRAFTS = {
     "method": "ngram",
     "num_speculative_tokens": 3,
@@ -155,6 +161,8 @@ KINDS = {
     "gpt_oss": _several("gpt_oss"),
     "gemma3_graphs": _several("gemma3", graphs=True),
     "gpt_oss_graphs": _several("gpt_oss", graphs=True),
+    # As large as gpt-oss 20B but for its words, without quantization.
+    "gpt_oss_20b": Kind(model=_gpt_oss_20b(), tiny=SHAPES["tiny_gpt_oss"], several=True),
     # Its convolutions look back at two tokens: the last token depends on the loaded state.
     "lfm2": _several("lfm2", tail=2, states=True),
     # In place hits end with vLLM's blocks, of whatever size vLLM gives them.
@@ -162,6 +170,14 @@ KINDS = {
     "mamba2": _several("granite4"),
     # vLLM's default on Hopper wants FlashInfer.
     "gdn": _several("qwen3_next", arguments={"gdn_prefill_backend": "triton"}),
+    # A step's tokens take thousands of small blocks of windows and of compressors' states.
+    "v4": Kind(
+        model=SHAPES["deepseek_v4"],
+        block=256,
+        value_bytes=8,
+        arguments={"enforce_eager": True},
+        several=True,
+    ),
     # Where requests are many and short.
     "busy": Kind(arguments={"max_num_seqs": 128}),
 }

@@ -9,6 +9,7 @@ import secrets
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -19,10 +20,10 @@ from vcache_backend.protocol.messages import (
     BlockTable,
     Copies,
     Found,
-    Heard,
     InstanceId,
     Promised,
     Reply,
+    Segments,
 )
 from vcache_backend.vram_pool.generations import VOID, Generations
 
@@ -95,12 +96,12 @@ class Publications:
             # A `kv_producer` looks nothing up, and would hear only with its next heartbeat.
             self.heard = max(self.heard, reply.epoch)
             self.news |= self.heard != self.epoch
-        if not isinstance(reply, Found | Heard):
+        if not isinstance(reply, Found | Segments) or reply.epoch is None:
             return
         if reply.copies:
             self.copies.append(reply.copies)
         # An answer about no hashes has no epoch.
-        self.heard = reply.epoch if isinstance(reply, Heard) else max(self.heard, reply.epoch)
+        self.heard = reply.epoch if isinstance(reply, Segments) else max(self.heard, reply.epoch)
         if reply.copies or self.heard != self.epoch:
             self.news = True
 
@@ -135,14 +136,30 @@ class Publications:
         tracked.in_place.loaded = UNLOADED
         self.generations.void(left)
 
-    def on_cached(self, request: Any, table: int, first: int, blocks: list[Any]) -> None:
+    def on_cached(
+        self,
+        request: Any,
+        table: int,
+        first: int,
+        blocks: list[Any],
+        mask: Sequence[bool] | None = None,
+    ) -> None:
         """Note what vLLM puts into its prefix cache (`KVBlocks.on_cached`)."""
         # Without a bound runs that wait for another connector's load could fill the memory.
-        if table in self._numbers and len(self._cached) < 1 << 16:
-            place = self._numbers.index(table)
-            hashes = [] if self.tables[place].kind == "full" else hashes_of(blocks)
-            turn = request.num_preemptions, self.pool.evicted
-            self._cached.append(CachedRun(request, place, first, blocks, hashes, *turn))
+        if table not in self._numbers or len(self._cached) >= 1 << 16:
+            return
+        place, turn = self._numbers.index(table), (request.num_preemptions, self.pool.evicted)
+        if self.tables[place].kind == "full" and mask is None:
+            self._cached.append(CachedRun(request, place, first, blocks, [], *turn))
+            return
+        wanted = mask if mask is not None else [True] * len(blocks)
+        cached = [has and not block.is_null for has, block in zip(wanted, blocks, strict=True)]
+        at = 0
+        for has, group in groupby(cached):
+            begin, at = at, at + len(list(group))
+            if has:
+                run, hashes = blocks[begin:at], hashes_of(blocks[begin:at])
+                self._cached.append(CachedRun(request, place, first + begin, run, hashes, *turn))
 
     def stop(self, tracked: Tracked) -> None:
         """Publish no more of the request in its present blocks, nor of a session's next turn if the
@@ -191,16 +208,17 @@ class Publications:
                 kept.append(run)
             elif self._builds_on_right(tracked):
                 numbers = array(NUMBERS, [block.block_id for block in run.blocks])
-                scale = self.tables[run.table].scale
-                count = min(len(numbers), max(0, most // scale - run.first))
-                first, stop = run.first, run.first + count
-                named = hashes(tracked, first, stop, scale) if count else b""
-                made = self.filled(run.table, first, named, numbers)
-                state.filled[run.table] = first + len(numbers)
+                scale, length = self.tables[run.table].scale, len(numbers)
+                count = min(length, max(0, most // scale - run.first))
+                stop = run.first + count
+                named = hashes(tracked, run.first, stop, scale) if count else b""
+                made = self.filled(run.table, run.first, named, numbers)
+                state.filled[run.table] = run.first + length
                 if count:
                     # Another connector's load, or an answer.
                     waits = run.request.num_output_tokens > 0 or stop * scale <= state.supplied
-                    (later if waits else soon).append(made.cut(0, count))
+                    told = later if waits else soon
+                    told.append(made if count == length else made.cut(0, count))
         self._cached = kept
         while self._begun:
             # Now: later a window may have passed, and its blocks be somebody else's.
