@@ -12,14 +12,13 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from importlib import import_module
 
 if __name__ != "__main__":
-    import numpy
-    import torch
-
-    # Of vLLM all that schedulers need.
-    with suppress(ImportError):
-        import soak.scheduling
+    # Of vLLM all that schedulers need; without vLLM, torch.
+    for name in ("torch", "soak.scheduling"):
+        with suppress(ImportError):
+            import_module(name)
 
 
 def main(address: str, *arguments: str) -> None:
