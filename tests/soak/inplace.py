@@ -108,6 +108,12 @@ class Written:
     def reached(self) -> bool:
         return self.over
 
+    def wait(self, timeout_s: float) -> bool:
+        until = time.monotonic() + timeout_s
+        while not self.over and time.monotonic() < until:
+            time.sleep(0.001)
+        return self.over
+
 
 class Instance(Living):
     """The KV cache of an instance, its blocks, and its name at the server."""

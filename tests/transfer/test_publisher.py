@@ -39,6 +39,12 @@ class Step:
             raise VCacheError("the device failed")
         return self.over
 
+    def wait(self, timeout_s: float) -> bool:
+        until = time.monotonic() + timeout_s
+        while not (over := self.reached()) and time.monotonic() < until:
+            time.sleep(0.0001)
+        return over
+
 
 class Owner(neighbour_cases.Owner):
     """A worker with its publisher, and a scheduler that joins when a test wants it to; all in this
