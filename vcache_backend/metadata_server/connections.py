@@ -186,7 +186,6 @@ class Clients:
         refusal = self._refusal(connection.uid)
         self._connections[sock.fileno()] = connection
         self._concerned[connection] = None
-        self._service.counters["clients_total"] += 1
         if refusal:
             self._refuse(connection, refusal)
 
@@ -206,7 +205,6 @@ class Clients:
         except BlockingIOError:
             return
         except ProtocolError as error:
-            self._service.counters["protocol_errors"] += 1
             self._refuse(connection, str(error))
         except OSError as error:
             if processes.is_exhausted(error):
@@ -236,7 +234,6 @@ class Clients:
         try:
             request = sockets.request_decoder.decode(data)
         except msgspec.ValidationError as error:
-            self._service.counters["protocol_errors"] += 1
             if connection.client is None:
                 raise ProtocolError(
                     f"the first message is not a hello of protocol {m.PROTOCOL_VERSION}: {error}"

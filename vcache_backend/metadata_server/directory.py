@@ -219,8 +219,6 @@ class Directory:
         if refusal is None and len(places) < len(new):
             refusal = m.Refusal.FULL
             reason = _ENOUGH if len(places) == m.MAX_SLOTS else _full(nbytes, client.medium)
-        if refusal is not None:
-            self.counters[f"refused_{refusal.name.lower()}"] += len(new) - len(places)
         slots = list[m.Location | int]()
         for key in keys:
             if key in granted:
@@ -236,7 +234,6 @@ class Directory:
         self._pending |= dict.fromkeys(places, number)
         deadline = self._now() + self._write_seconds
         self._writes[number] = _Write(client.id, client.process, deadline, places)
-        self.counters["reserved"] += len(places)
         return m.Reserved(number, self._write_seconds, slots, reason, epoch)
 
     def commit(self, client: Peer, number: int) -> list[m.ChunkKey]:
@@ -253,7 +250,6 @@ class Directory:
             region, slot = self.room.at(place)
             region.table.fill(slot, number)
             self.room.put(key, place)
-        self.counters["committed"] += len(write.places)
         return list(write.places)
 
     def abort(self, client: Peer, number: int) -> int:
@@ -266,7 +262,6 @@ class Directory:
             self._done[client.process, number] = None
             if len(self._done) > 4096:
                 self._done.popitem(last=False)
-        self.counters["aborted"] += freed
         return freed
 
     def remove(self, keys: Iterable[m.ChunkKey]) -> int:
@@ -274,7 +269,6 @@ class Directory:
         here = [key for key in dict.fromkeys(keys) if self.chunks.get(key) is not None]
         for key in here:
             self.room.evict(key)
-        self.counters["removed"] += len(here)
         return len(here)
 
     # ---- resets
@@ -297,7 +291,6 @@ class Directory:
         else:
             kept = {b"": self._reset(b"")} | self.resets
             self._set_resets({name: Reset(number, old.epoch) for name, old in kept.items()})
-        self.counters["removed"] += here
         return here
 
     # ---- clients and time
@@ -311,7 +304,6 @@ class Directory:
         """Quarantine what was not committed in time."""
         now = self._now()
         for number in [n for n, write in self._writes.items() if write.deadline < now]:
-            self.counters["expired_reservations"] += 1
             self._quarantine(number)
 
     def written(self) -> tuple[int, int]:
