@@ -426,7 +426,7 @@ def chosen(
 def _intact(runs: Sequence[ResidentRun], at: int, tables: Tables | None) -> ResidentRun | None:
     """The first run with an unchanged block `at`, cut to its unchanged blocks from there on."""
     for run in runs:
-        if run.first <= at < run.stop:
+        if run.first <= at < run.stop and run.fits():
             here = run.cut(at, run.stop)
             if tables is None:
                 return here

@@ -716,6 +716,11 @@ class ResidentRun(NamedTuple):
         """Return the same blocks, numbered from `first` on."""
         return self if first == self.first else self._replace(first=first)
 
+    def fits(self) -> bool:
+        """Whether there is one generation for each block, and at least one block."""
+        whole = len(self.blocks) == self.count * NUMBER_BYTES
+        return whole and len(self.generations) == self.count * GENERATION_BYTES > 0
+
 
 def _part(
     blocks: bytes, generations: bytes, chunks: int, first: int, stop: int

@@ -115,7 +115,7 @@ class Tables:
     def leading(self, run: ResidentRun) -> int:
         """Count the leading blocks of the run that are unchanged now; 0 while the table cannot be
         opened. See `view`."""
-        view = self.view(run.instance)
+        view = self.view(run.instance) if run.fits() else None
         return 0 if view is None else view.leading(run.blocks, run.generations)
 
     def close(self) -> None:

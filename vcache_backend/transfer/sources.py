@@ -230,7 +230,7 @@ class MemorySource:
         for run in runs:
             if isinstance(run, SlotRun):
                 self._known.append(_Known(self._context, run))
-            elif neighbours is not None:
+            elif neighbours is not None and run.fits():
                 self._known.append(_Known(self._context, run))
                 neighbours.expects(run.instance)
 
