@@ -21,7 +21,7 @@ from typing import Any, Literal
 import msgspec
 
 from vcache_backend import proofs
-from vcache_backend.config import ByteSize, ClientConfig, Config, left_out, whole
+from vcache_backend.config import ByteSize, ClientConfig, Config, left_out
 from vcache_backend.errors import SegmentError, VCacheError
 from vcache_backend.offload.process import (
     FULL,
@@ -223,7 +223,7 @@ def check_server(config: Config) -> Iterator[Finding]:
             yield fail("server", detail, "see its log")
             return
     detail = f"answers, protocol {PROTOCOL_VERSION}, epoch {stats.epoch}"
-    yield ok("server", f"{whole(config.server.path)} {detail}")
+    yield ok("server", f"{config.server.path} {detail}")
     good, said = verdict(stats)
     if not good:
         yield warn("sharing", said, "see `vcache status`")

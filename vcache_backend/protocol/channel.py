@@ -17,7 +17,7 @@ import msgspec
 
 from vcache_backend import threads
 from vcache_backend.backoff import Backoff
-from vcache_backend.config import ClientConfig, whole
+from vcache_backend.config import ClientConfig
 from vcache_backend.errors import (
     ProtocolError,
     Refused,
@@ -111,7 +111,7 @@ class Channel:
         self._try_connect()
         self._keeper: threading.Thread | None = None
         if reconnect:
-            self._pauses = Backoff(config.retry_seconds, config.longest_pause)
+            self._pauses = Backoff(config.retry_seconds, 20 * config.retry_seconds)
             self._keeper = threads.start(self._keep, "vcache-client")
 
     def __enter__(self) -> Self:
@@ -302,7 +302,7 @@ class Channel:
 
     def _no_connection(self, error: Exception) -> str:
         """Why the client is not connected, and what to do about it, as far as known."""
-        at = whole(self._path)
+        at = self._path
         match error:
             case ConnectionRefusedError() if not self._path.is_socket():
                 return f"{at} is not a socket; set server.socket to that of a metadata server"
