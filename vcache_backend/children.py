@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,22 +46,19 @@ def die_with_parent() -> None:
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
+def _uninterrupted() -> Iterator[Callable[[], None]]:
     """SIGINT and SIGTERM wait for the end of the block: Python loses what a handler raises in the
-    middle of a fork."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # handlers run in the main thread
-        return
-    came = list[int]()
-    numbers = signal.SIGINT, signal.SIGTERM
-    kept = [signal.signal(number, lambda number, _: came.append(number)) for number in numbers]
+    middle of a fork. The child calls what this gives first."""
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+
+    def begin() -> None:
+        die_with_parent()
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
     try:
-        yield
+        yield begin
     finally:
-        for number, handler in zip(numbers, kept, strict=True):
-            signal.signal(number, handler or signal.SIG_DFL)
-        for interrupt in came:
-            signal.raise_signal(interrupt)
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
 class Program:
@@ -93,7 +89,7 @@ class Program:
     def start(self) -> None:
         """Start it, also again after `kill`."""
         try:
-            with self.log.open("ab") as file, _uninterrupted():
+            with self.log.open("ab") as file, _uninterrupted() as begin:
                 self._process = subprocess.Popen(
                     self._command,
                     env=self._environment,
@@ -101,7 +97,7 @@ class Program:
                     stdout=file,
                     stderr=file,
                     process_group=0,
-                    preexec_fn=die_with_parent,
+                    preexec_fn=begin,
                 )
         except KeyboardInterrupt:  # it came meanwhile
             self.kill()
