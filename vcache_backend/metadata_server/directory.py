@@ -28,7 +28,7 @@ Steps = Iterator[None]
 
 
 class Backlog:
-    """Tasks too long for one turn of the server's loop, in the order in which they came."""
+    """Tasks too long for one turn of the server's loop, which take turns themselves."""
 
     AT_ONCE = 1024
     """Steps of a task in the turn that begins it. Most tasks need no more."""
@@ -44,17 +44,13 @@ class Backlog:
         if sum(1 for _ in islice(task, self.AT_ONCE)) == self.AT_ONCE:
             self._tasks.append(task)
 
-    def later(self, task: Steps) -> None:
-        """Add a task that begins in a later turn, for example if a turn may add many tasks."""
-        self._tasks.append(task)
-
     def run(self, steps: int) -> None:
         """Do about so many steps, at least one of each finished task."""
         while steps > 0 and self._tasks:
             task = self._tasks.popleft()
             done = sum(1 for _ in islice(task, steps))
             if done == steps:
-                self._tasks.appendleft(task)
+                self._tasks.append(task)
             steps -= max(1, done)
 
 
@@ -428,8 +424,9 @@ class Directory:
 
     def _sweep(self) -> Steps:
         """Forget the chunks of before the last reset and of dropped segments, and those segments.
-        One sweep runs at a time: however many resets come meanwhile, one more follows."""
-        for number in list(self._stale):
+        One sweep runs at a time: however many resets come meanwhile, it goes on to them."""
+        while self._stale:
+            number = next(iter(self._stale))
             del self._stale[number]
             region = self.regions[number]
             yield from self._forget_in(region)
@@ -437,10 +434,7 @@ class Directory:
                 self._stale.pop(number, None)
                 del self.regions[number]
                 region.table.close()
-        if self._stale:
-            self._backlog.later(self._sweep())
-        else:
-            self._sweeping = False
+        self._sweeping = False
 
     def _forget_in(self, region: SlotRegion) -> Steps:
         for number, slab in enumerate(region.slabs):
