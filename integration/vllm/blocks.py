@@ -6,11 +6,11 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from itertools import groupby, product
+from itertools import product
 from operator import attrgetter
 from typing import Any
 
-from vcache_backend.vram_pool.generations import Generations
+from vcache_backend.vram_pool.generations import VOID, Generations
 
 log = logging.getLogger("vllm.vcache")
 NUMBERS = "I"
@@ -38,10 +38,11 @@ class KVBlocks:
         them."""
         self.kept_out = set[str]()
         """Requests whose blocks do not enter vLLM's prefix cache any more."""
-        self.on_cached: list[Callable[[Any, int, int, list[Any]], None]] = []
-        """Called with a request, a block table, the number of a block in it, and this block and
-        those behind it that vLLM has just put into its prefix cache: the steps being planned write
-        them, or a load has."""
+        self.on_cached: list[Callable[[Any, int, int, list[Any], Any], None]] = []
+        """Called with a request, a block table, the number of a block in it, this block and those
+        behind it that vLLM has just put into its prefix cache, and vLLM's mask of them: the steps
+        being planned write them, or a load has. vLLM leaves out null blocks, and those that a mask
+        leaves out."""
         self.before_evicted: list[Callable[[Iterable[int]], None]] = []
         """Called with blocks that vLLM, or `evict`, takes out of the prefix cache."""
         self.before_reset: list[Callable[[], None]] = []
@@ -116,11 +117,12 @@ class KVBlocks:
     def together(self, first: int, last: int, length: int) -> bool:
         """Whether `length` free blocks, from `first` to `last`, lie one behind the other in the
         queue."""
+        blocks = self.pool.blocks
         try:
-            behind = _behind(length)(self.pool.blocks[first])
+            behind = _behind(length)(blocks[first])
         except AttributeError:
             return False
-        return behind is not None and behind is self.pool.blocks[last].next_free_block
+        return behind is not None and behind is blocks[last].next_free_block
 
     def move(self, first: int, last: int, behind: Any) -> Any:
         """Make vLLM hand these blocks out right after the block `behind`, or first if `behind` is
@@ -135,6 +137,17 @@ class KVBlocks:
             behind.next_free_block, start.prev_free_block = start, behind
             stop.next_free_block, follower.prev_free_block = follower, stop
         return stop
+
+    def free_last(self, number: int) -> bool:
+        """Make vLLM hand a free block out after all that are free now. False if a request has the
+        block."""
+        queue, block = self.pool.free_block_queue, self.pool.blocks[number]
+        if block.ref_cnt:
+            return False
+        last = queue.fake_free_list_tail.prev_free_block
+        if last is not block:
+            self.move(number, number, last)
+        return True
 
     @property
     def _first(self) -> Any:
@@ -186,37 +199,13 @@ class KVBlocks:
         first, stop, table = num_cached_blocks, num_full_blocks, kv_cache_group_id
         self._cache(request, blocks, first, stop, block_size, table, block_mask)
         for act in self.on_cached if first < stop else ():
-            self.guard(_tell_cached, act, request, table, blocks[first:stop], first, block_mask)
+            self.guard(act, request, table, first, blocks[first:stop], block_mask)
 
     def _cache_partial_block(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """None: nothing was cached."""
         if request.request_id in self.kept_out or self._cache_part is None:
             return None
         return self._cache_part(request, *args, **kwargs)
-
-
-def _tell_cached(
-    act: Callable[..., None],
-    request: Any,
-    table: int,
-    blocks: list[Any],
-    first: int,
-    mask: Sequence[bool] | None,
-) -> None:
-    """Tell of the blocks from number `first` on that have a hash now, run by run: vLLM leaves out
-    null blocks, and blocks that `mask` leaves out."""
-    cached = [not block.is_null for block in blocks]
-    if mask is not None:
-        cached = [has and wanted for has, wanted in zip(cached, mask, strict=True)]
-    if all(cached):
-        act(request, table, first, blocks)
-        return
-    at = 0
-    for has, run in groupby(cached):
-        length = len(list(run))
-        if has:
-            act(request, table, first + at, blocks[at : at + length])
-        at += length
 
 
 def hashes_of(blocks: Sequence[Any]) -> list[Any]:
@@ -240,6 +229,7 @@ class TrackedBlockPool:
         """vLLM's prefix cache, or a request, may hold parts of blocks from before a reset. A part
         has no generation."""
         self._held: Callable[[], bool] = lambda: False
+        self._kept = set[int]()
         # The null block included: a block holds a request's bytes only after it was handed out and
         # written.
         generations.void_all()
@@ -249,11 +239,21 @@ class TrackedBlockPool:
         count = self._generations.blocks
         if blocks.count != count:
             raise ValueError(f"vLLM's pool has {blocks.count} blocks, its KV cache {count}")
+        blocks.before_taken.append(lambda _: self._hand_out_last(blocks))
         blocks.on_taken.append(self._void_taken)
         blocks.before_evicted.append(self._void_evicted)
         blocks.before_reset.append(self.void_all)
         blocks.on_emptied.append(self._emptied)
         self._held = lambda: bool(blocks.held)
+
+    def keep(self, number: int) -> None:
+        """Have vLLM hand this block of a running request out as late as blocks in its prefix cache,
+        where it has no hash, instead of first of all."""
+        self._kept.add(number)
+
+    def _hand_out_last(self, blocks: KVBlocks) -> None:
+        if self._kept:
+            self._kept = {number for number in self._kept if not blocks.free_last(number)}
 
     def void_all(self) -> None:
         """Void all blocks: the bytes stay, but their meaning changes."""
@@ -266,7 +266,9 @@ class TrackedBlockPool:
         self.stale = False
 
     def _void_taken(self, blocks: Sequence[Any]) -> None:
-        self._generations.void([block.block_id for block in blocks])
+        memory = self._generations.counters.data
+        for block in blocks:
+            memory[block.block_id] = VOID
 
     def _void_evicted(self, blocks: Iterable[int]) -> None:
         """After a failed load vLLM computes into these blocks without handing them out again."""

@@ -6,7 +6,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +38,7 @@ class Duplicates:
     ) -> None:
         """each: blocks of a chunk."""
         self._blocks, self._context, self._publications = blocks, context, publications
-        self._generations, self._each = publications.generations, each
+        self._own, self._each = publications.generations, each
         self._copies = OrderedDict[int, tuple[InstanceId, tuple[int, ...]]]()
         """An instance, and the chunk that lies there and here (`COPY`), by the chunk's last block
         here. In the order in which they are given up; no more than fit into the KV cache."""
@@ -52,7 +51,7 @@ class Duplicates:
 
     def learn(self) -> None:
         """Note the copies of the oldest message that `Publications` has heard. Never raises."""
-        copies, blocks, heard = self._copies, self._generations.blocks, self._publications.copies
+        copies, blocks, heard = self._copies, self._own.blocks, self._publications.copies
         for news in heard.popleft() if heard else ():
             for copy in COPY.iter_unpack(news.packed):
                 last, _, first, _, _ = copy
@@ -91,29 +90,27 @@ class Duplicates:
 
     def _give_up(self, needed: int) -> None:
         """Give up `needed` duplicates, or fewer after `MOST_LOOKED` others."""
-        copies, own = self._copies, self._generations.counters.data
-        views: dict[bytes, memoryview[int]] = {}
-        given: Any = None
+        copies, own, blocks, each = self._copies, self._own.counters.data, self._blocks, self._each
+        instance, theirs, given = b"", memoryview(b""), None
         for _ in range(min(needed + MOST_LOOKED, len(copies))):
             if not needed:
                 return
-            last, (instance, copy) = copies.popitem(last=False)
-            _, generation, first, block, their_generation = copy
+            last, found = copies.popitem(last=False)
+            holder, (_, generation, first, block, their_generation) = found
             if own[last] != generation:
                 continue
-            if not self._blocks.together(last, first, self._each):
+            if not blocks.together(last, first, each):
                 # In use, or in pieces.
-                copies[last] = instance, copy
+                copies[last] = found
                 continue
             # Void our copy first: if the other instance gives up its copy now, one of both sees
             # that.
             own[last] = VOID
-            theirs = views.get(instance)
-            if theirs is None:
-                theirs = views[instance] = self._counters(instance)
+            if holder != instance:
+                instance, theirs = holder, self._counters(holder)
             # The copy's last block leaves first: if it is intact, all blocks are.
             if block < len(theirs) and theirs[block] == their_generation:
-                given = self._blocks.move(last, first, given)
+                given = blocks.move(last, first, given)
                 needed -= 1
             else:
                 # Our copy was not written to since.

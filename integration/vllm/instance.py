@@ -14,7 +14,7 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import start
 from vcache_backend.protocol.channel import Standing
 from vcache_backend.protocol.client import Client
-from vcache_backend.protocol.messages import ChunkKey
+from vcache_backend.protocol.messages import ChunkKey, Join
 from vcache_backend.resident.mappings import Tables
 from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.transfer.session import make_tier
@@ -28,6 +28,7 @@ from .model import compat, groups, versions
 from .model import spec as model_spec
 from .model.sharing import Plan
 from .publications import Publications
+from .requests import Tracked
 from .telemetry.events import Announcer
 
 if TYPE_CHECKING:
@@ -52,6 +53,9 @@ class InstanceContext:
         self._model, self.config, _, self._standing = decision
         model, config = self._model, self.config
         self.loads, self.stores = loads, stores
+        in_place = config.connector.share == "in_place"
+        self.copies = stores and (not in_place or config.pool.lent > 0)
+        """Blocks are copied into a pool: their next owners wait for that."""
         self.prompts_only = config.connector.store == "prompt"
         """Only chunks of prompts are stored."""
         self.chunk_size = config.engine.chunk_size
@@ -59,14 +63,19 @@ class InstanceContext:
         """Tokens of a hash in vLLM's `block_hashes`."""
         self.hashes = self.chunk_size // self.hash_block
         """vLLM's hashes of a chunk."""
-        in_place = config.connector.share == "in_place"
         self.unit = 1 if in_place else self.hashes
         """vLLM's hashes of what requests name: in place blocks, in a pool chunks."""
         self.names = self.hashes // self.unit
         """Names of a chunk."""
         self.groups = groups.read(kv_cache_config, self.chunk_size, in_place)
+        self.whole = self.groups.block if in_place else self.groups.whole
+        """Hits end at multiples of this many tokens."""
         self.by_ends = in_place and not self.groups.plain
         """A hit in place ends only where all block tables have what it needs."""
+        self.tails = in_place and self.groups.plain and self.hash_block == self.groups.block
+        """A prefill server publishes the tokens behind a prompt's last whole block, too, and a
+        decode server loads all but the prompt's last token: the step that computes this token alone
+        runs as one CUDA graph, as steps that only decode do."""
         self.ranks = model.pp_size * (1 if model.use_mla else model.tp_size)
         """Shards of a chunk."""
         self._shards: dict[tuple[int, int], model_spec.ShardSpec] = {}
@@ -116,17 +125,30 @@ class InstanceContext:
             if self.stores:
                 blocks.on_cached.append(self.publications.on_cached)
 
-    def loadable(self, request: Any) -> tuple[int, int]:
-        """Return how many of the request's tokens may be loaded, and how many chunks hold them.
-        vLLM always computes the last token."""
-        size, in_place = self.chunk_size, self.publications is not None
-        whole = self.groups.block if in_place else self.groups.whole
-        hashes = len(request.block_hashes)
+    def measure(self, tracked: Tracked) -> int:
+        """Note how many of the request's tokens could be loaded, and how many chunks hold them.
+        Returns the tokens. vLLM always computes the last token."""
+        request, lookup = tracked.request, tracked.lookup
+        whole, hashes = self.whole, len(request.block_hashes)
         tokens = (request.num_tokens - 1) // whole * whole
-        chunks = min(hashes // self.hashes, -(-tokens // size))
-        if in_place:
-            return min(tokens, hashes * self.hash_block // whole * whole), chunks
-        return min(tokens, chunks * size), chunks
+        lookup.chunks = min(hashes // self.hashes, -(-tokens // self.chunk_size))
+        held = lookup.chunks * self.hashes if self.publications is None else hashes
+        lookup.most = min(tokens, held * self.hash_block // whole * whole)
+        if self.reads_tails and self.has_tail(request):
+            lookup.most = request.num_tokens - 1
+        return lookup.most
+
+    @property
+    def reads_tails(self) -> bool:
+        """Whether this is a decode server that loads prompts to their last token. What a server
+        with a pool or an offload tier loads, or one that publishes, ends with a block."""
+        pooled = self.offload is not None or bool(self.config.pool.lent)
+        return self.tails and not self.stores and not pooled
+
+    def has_tail(self, request: Any) -> bool:
+        """Whether the tokens behind the request's last whole block have a name (`tail_hash`)."""
+        whole = bool(request.block_hashes) and request.prompt_embeds is None
+        return whole and not request.mm_features
 
     # ---- the workers' shards
 
@@ -240,8 +262,8 @@ class InstanceContext:
         """Show the server our generation table, and hear of the epoch."""
         own, client = self.publications, self.client
         if own is not None and client is not None:
-            shape = own.blocks, self.ranks, self.hashes, own.tables
-            client.join(own.instance, self.prefix, *shape, own.generations.fd)
+            shape = own.blocks, self.ranks, self.hashes, list(own.tables)
+            client.join(Join(own.instance, self.prefix, *shape), own.generations.fd)
             client.heartbeat()
 
     def _check_announced(self) -> None:

@@ -27,7 +27,7 @@ from vcache_backend.protocol.messages import (
     of_ranks,
 )
 from vcache_backend.resident.mappings import Tables
-from vcache_backend.transfer.keys import adapter_digest, block_hashes, state_keys
+from vcache_backend.transfer.keys import adapter_digest, block_hashes, state_keys, tail_hash
 
 from .adapters import Adapters
 from .instance import InstanceContext
@@ -118,6 +118,19 @@ class Lookups:
         own = tracked.request.block_hashes[scale - 1 + first * scale : stop * scale : scale]
         return block_hashes(own, *tracked.lookup.computed_with or ())
 
+    def tail(self, tracked: Tracked, tokens: int) -> bytes:
+        """The name of what the request's first `tokens` tokens, without the last one, have behind
+        their last whole block; empty if they have nothing there, or no name. `name` must have
+        returned True."""
+        request, block = tracked.request, self._context.hash_block
+        whole = tokens // block
+        tokens -= 1
+        if whole * block >= tokens or not self._context.has_tail(request):
+            return b""
+        behind = request.all_token_ids[whole * block : tokens]
+        made = tail_hash(request.block_hashes[whole - 1], behind)
+        return block_hashes([made], *tracked.lookup.computed_with or ())
+
     def keys(self, tracked: Tracked, first: int, stop: int) -> list[ChunkKey]:
         """The keys (of rank 0) of the request's chunks [first, stop). `name` must have returned
         True."""
@@ -183,10 +196,10 @@ class Lookups:
         here = question.first + reply.found // self._context.names
         return Answer(question.first, here, here, question.at, 0.0, coming=reply.coming)
 
-    def find(self, tracked: Tracked, first: int, tokens: int) -> Answer:
-        """Look up the chunks from number `first` on. tokens: how many tokens may be loaded. `name`
-        must have made the keys. After a `LATE` answer call again in the next step. `FAILED` if the
-        server does not answer within the deadline of a call."""
+    def find(self, tracked: Tracked, first: int) -> Answer:
+        """Look up the chunks from number `first` on. `name` must have made the keys. After a `LATE`
+        answer call again in the next step. `FAILED` if the server does not answer within the
+        deadline of a call."""
         lookup, client, now = tracked.lookup, self._context.client, monotonic()
         late_since, question = lookup.late_since, lookup.question
         if question is not None and late_since is None and now > question.at + PROMISED_SECONDS:
@@ -204,17 +217,18 @@ class Lookups:
             return answer
         lookup.late_since = None
         if not answer.counted:
-            self._count(tracked, answer, first, tokens)
+            self._count(tracked, answer, first)
         return answer
 
     # ---- inside
 
-    def _count(self, tracked: Tracked, answer: Answer, first: int, tokens: int) -> None:
+    def _count(self, tracked: Tracked, answer: Answer, first: int) -> None:
         """Count one look-up, and each token once, though vLLM asks again while the request waits
         for blocks."""
         answer.counted = True
         lookup, before = tracked.lookup, first * self._context.chunk_size
-        hit, wanted = max(min(answer.tokens, tokens) - before, 0), max(tokens - before, 0)
+        hit = max(min(answer.tokens, lookup.most) - before, 0)
+        wanted = max(lookup.most - before, 0)
         asked, found = max(wanted - lookup.asked, 0), max(hit - lookup.found, 0)
         lookup.asked = max(lookup.asked, wanted)
         lookup.found = max(lookup.found, hit)
@@ -299,15 +313,17 @@ class Lookups:
 
     def _request(self, tracked: Tracked, first: int, begins: bool) -> Find:
         context, own = self._context, self._context.publications
-        each, begin = context.names, first * context.names
+        each, begin, lookup = context.names, first * context.names, tracked.lookup
         promise = tracked.promise.number if tracked.promise.early else 0
-        tokens, chunks = context.loadable(tracked.request)
-        stop = chunks if own is None else len(tracked.request.block_hashes)
+        stop = lookup.chunks if own is None else len(tracked.request.block_hashes)
+        tail = self.tail(tracked, lookup.most + 1) if context.reads_tails else b""
+        if tail:
+            stop = lookup.most // context.hash_block
         return Find(
             context.prefix,
-            self.hashes(tracked, begin, stop, context.unit),
+            self.hashes(tracked, begin, stop, context.unit) + tail,
             each,
-            max(0, tokens // (context.unit * context.hash_block) - begin),
+            max(0, -(-lookup.most // (context.unit * context.hash_block)) - begin),
             context.ranks,
             own.instance if own is not None else InstanceId(b""),
             own is None,
@@ -338,7 +354,7 @@ class Lookups:
         # Nothing can be loaded behind a block that has just been lost.
         found = reply.found if end == reply.end else end
         coming = reply.coming if end == reply.end else None
-        asked = context.loadable(tracked.request)[1] - first
+        asked = tracked.lookup.chunks - first
         if tracked.promise.early:
             tracked.promise.made = reply.found // each < asked and reply.coming is None
         chunks = (end if context.by_ends else found) // each

@@ -86,12 +86,18 @@ class PromiseSender:
         promise, own = tracked.promise, self._context.publications
         # Of windows vLLM keeps few blocks, so the server does not see that the chunks have come.
         seen = own is None or own.attends_to_all
-        kept = seen and bool(promise.stop) and tracked.store.stored >= promise.stop
+        kept = seen and 0 < promise.stop <= self._stored(tracked)
         if promise.made and not kept:
             self._send(promise.number)
         promise.made = False
 
     # ---- inside
+
+    def _stored(self, tracked: Tracked) -> int:
+        """How many leading chunks are stored, published, or being stored."""
+        if self._context.copies:
+            return tracked.store.stored
+        return tracked.store.written // self._context.chunk_size * tracked.in_place.publishes
 
     def _promise(self, tracked: Tracked, computed: int, begun: bool) -> int:
         """Promise the request's chunks from token `computed` on, in place of its earlier promise.

@@ -9,6 +9,7 @@ import secrets
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -82,6 +83,9 @@ class Publications:
         """Since the last `publish`, and runs of requests that are not trusted yet."""
         self._begun: list[Tracked] = []
         """Requests that begin in the step being planned."""
+        self._tails: list[tuple[Tracked, int, bytes]] = []
+        """Requests whose prompts the step being planned completes, with the number of the block
+        that is not whole, and its name."""
         self.pool = TrackedBlockPool(self.generations)
 
     def reset(self) -> None:
@@ -135,14 +139,35 @@ class Publications:
         tracked.in_place.loaded = UNLOADED
         self.generations.void(left)
 
-    def on_cached(self, request: Any, table: int, first: int, blocks: list[Any]) -> None:
+    def on_prompt(self, tracked: Tracked, number: int, name: bytes) -> None:
+        """Note that the step being planned computes a prompt's last tokens, in block `number` of
+        the only table, for another instance."""
+        self._tails.append((tracked, number, name))
+
+    def on_cached(
+        self,
+        request: Any,
+        table: int,
+        first: int,
+        blocks: list[Any],
+        mask: Sequence[bool] | None = None,
+    ) -> None:
         """Note what vLLM puts into its prefix cache (`KVBlocks.on_cached`)."""
         # Without a bound runs that wait for another connector's load could fill the memory.
-        if table in self._numbers and len(self._cached) < 1 << 16:
-            place = self._numbers.index(table)
-            hashes = [] if self.tables[place].kind == "full" else hashes_of(blocks)
-            turn = request.num_preemptions, self.pool.evicted
-            self._cached.append(CachedRun(request, place, first, blocks, hashes, *turn))
+        if table not in self._numbers or len(self._cached) >= 1 << 16:
+            return
+        place, turn = self._numbers.index(table), (request.num_preemptions, self.pool.evicted)
+        if self.tables[place].kind == "full" and mask is None:
+            self._cached.append(CachedRun(request, place, first, blocks, [], *turn))
+            return
+        wanted = mask if mask is not None else [True] * len(blocks)
+        cached = [has and not block.is_null for has, block in zip(wanted, blocks, strict=True)]
+        at = 0
+        for has, group in groupby(cached):
+            begin, at = at, at + len(list(group))
+            if has:
+                run, hashes = blocks[begin:at], hashes_of(blocks[begin:at])
+                self._cached.append(CachedRun(request, place, first + begin, run, hashes, *turn))
 
     def stop(self, tracked: Tracked) -> None:
         """Publish no more of the request in its present blocks, nor of a session's next turn if the
@@ -176,7 +201,7 @@ class Publications:
         allowed: the blocks of how many leading hashes a request may publish; None: not yet. hashes:
         of a request's blocks [first, stop) of a table, for others, by the table's `scale`. Blocks
         that build on a void block stay void."""
-        if not (self._cached or self._begun):
+        if not (self._cached or self._begun or self._tails):
             return []
         soon, later, kept = list[BlockRun](), list[BlockRun](), list[CachedRun]()
         for run in self._cached:
@@ -191,17 +216,24 @@ class Publications:
                 kept.append(run)
             elif self._builds_on_right(tracked):
                 numbers = array(NUMBERS, [block.block_id for block in run.blocks])
-                scale = self.tables[run.table].scale
-                count = min(len(numbers), max(0, most // scale - run.first))
-                first, stop = run.first, run.first + count
-                named = hashes(tracked, first, stop, scale) if count else b""
-                made = self.filled(run.table, first, named, numbers)
-                state.filled[run.table] = first + len(numbers)
+                scale, length = self.tables[run.table].scale, len(numbers)
+                count = min(length, max(0, most // scale - run.first))
+                stop = run.first + count
+                named = hashes(tracked, run.first, stop, scale) if count else b""
+                made = self.filled(run.table, run.first, named, numbers)
+                state.filled[run.table] = run.first + length
                 if count:
                     # Another connector's load, or an answer.
                     waits = run.request.num_output_tokens > 0 or stop * scale <= state.supplied
-                    (later if waits else soon).append(made.cut(0, count))
+                    told = later if waits else soon
+                    told.append(made if count == length else made.cut(0, count))
         self._cached = kept
+        while self._tails:
+            tracked, number, name = self._tails.pop()
+            if allowed(tracked) and self._builds_on_right(tracked):
+                block = tracked.store.block_tables[self._numbers[0]][number : number + 1]
+                soon.append(self.filled(0, number, name, block))
+                self.pool.keep(block[0])
         while self._begun:
             # Now: later a window may have passed, and its blocks be somebody else's.
             tracked = self._begun.pop()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from math import inf
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -177,6 +177,10 @@ class LookupState(msgspec.Struct):
     answer: Answer | None = None
     late_since: float | None = None
     """Since when vLLM comes back for a late answer (time.monotonic)."""
+    most: int = 0
+    """How many leading tokens could be loaded when the request was last looked at."""
+    chunks: int = 0
+    """How many chunks hold these tokens."""
     asked: int = 0
     """Tokens that the metrics count as looked up."""
     found: int = 0
@@ -254,12 +258,12 @@ class StoreState(msgspec.Struct):
 
     block_tables: list[array[int]] = []
     stored: int = 0
-    """How many leading chunks are stored, published, or being stored."""
+    """How many leading chunks are stored, or being stored."""
     written: int = 0
     """The least number of tokens in these blocks once the planned steps have run."""
     complete_at: float = inf
-    """The number of computed tokens that completes the next chunk. Infinite if the request stores
-    nothing more."""
+    """The number of computed tokens that completes the next chunk; in place without a pool, where
+    vLLM's blocks count, a large one. Infinite if the request stores nothing more."""
     idle_until: float = 0.0
     """A step that reaches fewer tokens, and brings no blocks, completes nothing."""
     trusted_after: int = 0
@@ -328,3 +332,15 @@ class Tracked(msgspec.Struct):
     promise: PromiseState = msgspec.field(default_factory=PromiseState)
     store: StoreState = msgspec.field(default_factory=StoreState)
     in_place: InPlaceState = msgspec.field(default_factory=InPlaceState)
+
+
+class Beginning(NamedTuple):
+    """A request that begins or resumes in a step, with its present block tables.
+
+    computed: tokens before the step. whole: the same, but in whole blocks if the request goes on in
+    a copy of a block that vLLM's own cache has."""
+
+    tracked: Tracked
+    block_tables: Sequence[Sequence[int]]
+    computed: int
+    whole: int

@@ -4,7 +4,7 @@ weights, and failed loads of another connector."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
 from itertools import count
 
@@ -13,7 +13,7 @@ from .lookups import Lookups
 from .metadata import StepMetadata, WorkerReport
 from .model import versions
 from .promises import PromiseSender
-from .requests import Tracked
+from .requests import Beginning, Tracked
 from .stores import StorePlanner
 from .waits import Waits
 
@@ -116,14 +116,8 @@ class Resets:
 
     # ---- steps
 
-    @property
-    def rests(self) -> bool:
-        """Whether `on_step` has nothing to do in a step in which no request begins."""
-        return self._planned and not (self.clearing or self._just_reset)
-
-    def on_step(self, beginning: Iterable[tuple[str, int]], meta: StepMetadata) -> None:
-        """Note a planned step. beginning: the requests that begin or resume in it, and their
-        computed tokens.
+    def on_step(self, beginning: Collection[Beginning], meta: StepMetadata) -> None:
+        """Note a planned step. beginning: the requests that begin or resume in it.
 
         Another connector loads in the step (under MultiConnector) if a request begins with more
         tokens than vLLM's cache and vcache supply. If this load fails, vLLM computes tokens again.
@@ -133,15 +127,14 @@ class Resets:
         self._just_reset &= meta.idle and not meta.loads
         if self.clearing:
             meta.echoes.add(self.number)
-        begun = [(self._requests[name], done) for name, done in beginning if name in self._requests]
-        foreign = any(computed > tracked.supplied for tracked, computed in begun)
+        foreign = any(one.whole > one.tracked.supplied for one in beginning)
         if foreign:
             self._foreign = next(self._echoes)
             meta.echoes.add(self._foreign)
-        for tracked, _ in begun:
-            tracked.store.trusted_after = self._foreign
+        for one in beginning:
+            one.tracked.store.trusted_after = self._foreign
             if foreign and self._survivors:
-                self._keep_out(tracked)
+                self._keep_out(one.tracked)
 
     def note(self, report: WorkerReport, invalid: AbstractSet[int]) -> None:
         """Act on the workers' report about a step. invalid: the blocks that no load has filled."""

@@ -26,9 +26,9 @@ from .model import compat
 from .model.sharing import Plan
 from .model.spec import ShardSpec
 from .promises import PromiseSender
-from .requests import DEFAULT, UNCACHED, Answer, RequestParams, Tracked, read_params
+from .requests import DEFAULT, UNCACHED, Answer, Beginning, RequestParams, Tracked, read_params
 from .resets import Resets
-from .stores import StorePlanner, copied_blocks, has_copy
+from .stores import StorePlanner
 from .telemetry import traces
 from .telemetry.stats import Meter
 from .waits import FOLLOW, MISS, RETRY, LookupDecision, Waits
@@ -134,8 +134,8 @@ class VCacheScheduler:
         schedules the request."""
         if not self.context.prefix and not self.context.open():
             return
-        tracked, (tokens, _) = self._track(request), self.context.loadable(request)
-        size = self.context.chunk_size
+        tracked, size = self._track(request), self.context.chunk_size
+        tokens = self.context.measure(tracked)
         lacking = tokens - self.context.config.connector.min_hit_tokens
         if lacking < 0 or not tracked.may_load or self.resets.clearing:
             return
@@ -173,9 +173,8 @@ class VCacheScheduler:
             or (not context.prefix and not context.open())
         ):
             return MISS
-        most, chunks = context.loadable(tracked.request)
         least = context.config.connector.min_hit_tokens
-        if most - local < least or not lookups.name(tracked):
+        if context.measure(tracked) - local < least or not lookups.name(tracked):
             return MISS
         wait, opened = tracked.wait.present, tracked.load is not None
         first = wait.probes if wait and opened else local // context.chunk_size
@@ -183,18 +182,17 @@ class VCacheScheduler:
             return FOLLOW
         if wait is not None:
             probed = lookups.probed(tracked)
-            if probed is not None and waits.goes_on(tracked, probed):
-                return FOLLOW
-            if probed is not None:
+            if probed is not None and not waits.goes_on(tracked, probed):
                 lookups.forget(tracked)
-            elif tracked.lookup.question is None and (
+            elif tracked.lookup.question is not None:
+                if probed is not None:
+                    return FOLLOW
+            elif not waits.is_due(tracked) or lookups.probe(tracked, wait.probes):
                 # Without a server no question is sent, and the look-up ends the wait.
-                not waits.is_due(tracked) or lookups.probe(tracked, wait.probes)
-            ):
                 return FOLLOW
-        answer = lookups.find(tracked, first, most)
+        answer = lookups.find(tracked, first)
         self._keep_junction(tracked, answer)
-        return waits.decide(tracked, most, chunks, answer)
+        return waits.decide(tracked, answer)
 
     def _keep_junction(self, tracked: Tracked, answer: Answer) -> None:
         """Have vLLM keep windows and states where the request leaves a prompt of another instance,
@@ -243,65 +241,57 @@ class VCacheScheduler:
     def describe(self, output: Any) -> StepMetadata:
         """Describe the step `output` for the workers: loads, stores, and blocks with a new
         owner."""
-        requests, cached = self._requests, output.scheduled_cached_reqs
         self._promises.rate.look()
         self._learn()
-        more = self._further() if self._open else []
-        if not more and self._rests(output):
-            told = self._planner.publications(requests)
-            return StepMetadata(publications=told) if told else QUIET
-        meta = self._metadata(not output.total_num_scheduled_tokens)
-        meta.more = more
-        for name in self._given.keys() - output.num_scheduled_tokens.keys():
-            meta.fresh += self._given[name].get_block_ids()
-        self._given.clear()
+        meta = self._metadata(output)
         for name in output.preempted_req_ids or ():
-            if (tracked := requests.get(name)) is not None:
+            if (tracked := self._requests.get(name)) is not None:
                 self._promises.withdraw(tracked)
                 if self._steps_are_taken:
                     self._evict_unwritten(tracked)
-        block, copied = self.context.groups.block, copied_blocks(output)
-        beginning = [
-            (new.req_id, new.num_computed_tokens // block * block)
-            if has_copy(new.block_ids, copied)
-            else (new.req_id, new.num_computed_tokens)
-            for new in output.scheduled_new_reqs
-        ]
-        if cached.resumed_req_ids:
-            known = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-            beginning += [one for one in known if one[0] in cached.resumed_req_ids]
-        if beginning and self._guesses:
-            self._stop_turns(name for name, _ in beginning)
-        self.resets.on_step(beginning, meta)
+        begins = output.scheduled_new_reqs or output.scheduled_cached_reqs.resumed_req_ids
+        beginning = self._beginning(output) if begins else {}
+        self.resets.on_step(beginning.values(), meta)
         if not meta.idle:
-            self._planner.plan(output, requests, meta)
-        for name, computed in beginning:
-            if (tracked := requests.get(name)) is not None:
-                self._waits.over(tracked)
-                self._promises.on_start(tracked, computed)
-                if self._unserved is not None:
-                    self._unserved.began(tracked, computed)
+            self._planner.plan(output, self._requests, beginning, meta)
+        for one in beginning.values():
+            self._waits.over(one.tracked)
+            self._promises.on_start(one.tracked, one.whole)
+            if self._unserved is not None:
+                self._unserved.began(one.tracked, one.whole)
         if self.victims is not None:
             self.victims.plan(meta, self._planner.take_completed())
         return QUIET if meta == _NOTHING else meta
 
-    def _rests(self, output: Any) -> bool:
-        """Note a step in which requests only go on, and the workers at most publish."""
-        cached = output.scheduled_cached_reqs
-        return (
-            bool(output.total_num_scheduled_tokens)
-            and not (output.scheduled_new_reqs or cached.resumed_req_ids)
-            and not (output.preempted_req_ids or self._loads or self._cancelled or self._given)
-            and (self._named and bool(self.context.prefix) and self.resets.rests)
-            and self.victims is None
-            and self._planner.rests(output, self._requests)
-        )
+    def _beginning(self, output: Any) -> dict[str, Beginning]:
+        """The requests that begin or resume in a step, by name."""
+        cached, block = output.scheduled_cached_reqs, self.context.groups.block
+        # With vLLM's hits within a block, a request goes on in a copy of the hit's last block.
+        copies = getattr(output, "kv_cache_block_copies", None) or ()
+        copied = {copy.dst_block_id for copy in copies}
+        known = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        begins = [one for one in known if one[0] in cached.resumed_req_ids]
+        for new in output.scheduled_new_reqs:
+            begins.append((new.req_id, new.block_ids, new.num_computed_tokens))
+        found = dict[str, Beginning]()
+        for name, tables, computed in begins:
+            if (tracked := self._requests.get(name)) is not None:
+                tables = tables or [[] for _ in tracked.store.block_tables]
+                own = copied and not all(map(copied.isdisjoint, tables))
+                whole = computed // block * block if own else computed
+                found[name] = Beginning(tracked, tables, computed, whole)
+                if self._guesses:
+                    self._stop_turn(tracked)
+        return found
 
-    def _further(self) -> list[MoreBlocks]:
-        """What has come for open loads. Those whose requests no longer wait end."""
+    def _further(self, ask: bool) -> list[MoreBlocks]:
+        """What has come for open loads. Those whose requests no longer wait end. ask: read the
+        answers to the questions asked now, too."""
         told = list[MoreBlocks]()
         for name, tracked in list(self._open.items()):
             decision = self._decide(tracked) if tracked.wait.present else MISS
+            if decision.again and ask and tracked.lookup.question is not None:
+                decision = self._decide(tracked)
             if decision.again:
                 continue
             if decision.wait is None:
@@ -311,14 +301,19 @@ class VCacheScheduler:
             told.append(self._planner.more(tracked, decision.tokens > 0))
         return told
 
-    def _metadata(self, idle: bool) -> StepMetadata:
-        """The step's metadata without stores. idle: the step runs no model."""
-        meta = StepMetadata(self._loads, cancelled=self._cancelled, idle=idle)
-        if self._loads:
-            meta.fresh = [load.blocks for load in self._loads]
-            self._loads = []
-        if self._cancelled:
-            self._cancelled = set()
+    def _metadata(self, output: Any) -> StepMetadata:
+        """The step's metadata without stores."""
+        meta = StepMetadata(self._loads, cancelled=self._cancelled)
+        meta.idle = not output.total_num_scheduled_tokens
+        meta.fresh = [load.blocks for load in self._loads]
+        self._loads, self._cancelled = [], set()
+        if self._open:
+            # A step that runs no model has the time to wait for the answers.
+            meta.more = self._further(ask=meta.idle)
+        if self._given:
+            for name in self._given.keys() - output.num_scheduled_tokens.keys():
+                meta.fresh += self._given[name].get_block_ids()
+            self._given.clear()
         if not self.context.prefix:
             meta.introduce = not self.context.introduced
         if not self._named:
@@ -326,6 +321,14 @@ class VCacheScheduler:
             if self.publications is not None:
                 meta.instance = self.publications.instance
         return meta
+
+    def further(self) -> list[MoreBlocks]:
+        """What has come for open loads by now, asked between two steps. The worker must have the
+        loads of all steps."""
+        if not self._open or self._loads:
+            return []
+        self._learn()
+        return self._further(ask=True)
 
     def update(self, output: Any) -> None:
         """Handle the workers' reports after a step."""
@@ -420,18 +423,14 @@ class VCacheScheduler:
         if self.context.announcer is not None:
             self.context.announcer.note(report.stored)
 
-    def _stop_turns(self, names: Iterable[str]) -> None:
-        """Store nothing more of sessions that continue with another turn. names: of the requests
-        that begin.
+    def _stop_turn(self, tracked: Tracked) -> None:
+        """Store nothing more of a request that begins if it is a session's next turn.
 
         vLLM counts all accepted guesses as computed tokens of the new turn, even guesses behind the
         last turn's end, where other tokens stand now."""
-        for name in names:
-            tracked = self._requests.get(name)
-            resumes = tracked is not None and tracked.store.block_tables
-            if tracked is not None and resumes and getattr(tracked.request, "resumable", False):
-                self._planner.stop(tracked)
-                self._evict_unwritten(tracked)
+        if tracked.store.block_tables and getattr(tracked.request, "resumable", False):
+            self._planner.stop(tracked)
+            self._evict_unwritten(tracked)
 
     def _evict_unwritten(self, tracked: Tracked) -> None:
         """Evict blocks that a preempted request may not have computed from vLLM's prefix cache.

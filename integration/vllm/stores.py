@@ -3,6 +3,7 @@ blocks."""
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -20,7 +21,7 @@ from .instance import InstanceContext
 from .lookups import Lookups
 from .metadata import LoadSpec, MoreBlocks, PublicationSpec, StepMetadata, StoreSpec
 from .model.groups import Span
-from .requests import Answer, Tracked
+from .requests import Answer, Beginning, Tracked
 from .telemetry.events import block_stored
 
 
@@ -31,9 +32,7 @@ class StorePlanner:
         """spec_kind: the kind of KV cache, for events."""
         self._context, self._lookups, self._spec_kind = context, lookups, spec_kind
         self._size, self._groups = context.chunk_size, context.groups
-        own = self._publications = context.publications
-        self._copies = context.stores and (own is None or context.config.pool.lent > 0)
-        """Blocks are copied into a pool: their next owners wait for that."""
+        self._publications, self._copies = context.publications, context.copies
         self._load_numbers = count(1)
         self._idle: list[str] = []
         self._idle_tokens: float = 0
@@ -146,53 +145,34 @@ class StorePlanner:
 
     # ---- steps
 
-    def plan(self, output: Any, requests: Mapping[str, Tracked], meta: StepMetadata) -> None:
+    def plan(
+        self,
+        output: Any,
+        requests: Mapping[str, Tracked],
+        beginning: Mapping[str, Beginning],
+        meta: StepMetadata,
+    ) -> None:
         """Plan a step: add stores, publications and newly assigned blocks to `meta`.
 
-        output: vLLM's description of the step."""
-        scheduled = output.num_scheduled_tokens
+        output: vLLM's description of the step. beginning: the requests that begin or resume in it,
+        by name."""
         offered: Mapping[str, list[tuple[int, int, int]]] = {}
         if self._groups.states:
             # The states in vLLM's prefix cache, by request, as (group, block, tokens).
             state = getattr(output, "kv_connector_block_state", None)
             offered = getattr(state, "boundary_state_offloads", offered)
         # Running requests first: new requests may hit the blocks that they write in this step.
-        if not self.rests(output, requests):
-            self._plan_running(output, requests, meta, offered)
-        copied = copied_blocks(output)
+        self._plan_running(output, requests, beginning, meta, offered)
         for new in output.scheduled_new_reqs:
             if self._copies:
                 meta.fresh += new.block_ids
-            if (tracked := requests.get(new.req_id)) is not None:
-                computed = new.num_computed_tokens
-                self._begin(tracked, new.block_ids, computed, copied)
-                self._compute(tracked, computed, computed + scheduled[new.req_id], meta, offered)
-        meta.publications += self.publications(requests)
-
-    def publications(self, requests: Mapping[str, Tracked]) -> list[PublicationSpec]:
-        """In place: what a step that has been planned publishes."""
-        if self._publications is None or not self._context.stores:
-            return []
-        may = partial(self._may_publish, {})
-        return self._publications.publish(requests, may, self._lookups.hashes)
-
-    def rests(self, output: Any, requests: Mapping[str, Tracked]) -> bool:
-        """Note a step of running requests that completes nothing. False, and nothing is noted, if
-        `plan` must."""
-        cached, scheduled = output.scheduled_cached_reqs, output.num_scheduled_tokens
-        left = self._idle_tokens - max(scheduled.values(), default=0)
-        grows = any(cached.new_block_ids)
-        if left <= 0 or cached.req_ids != self._idle or cached.resumed_req_ids:
-            return False
-        if grows and self._copies:
-            return False
-        self._idle_tokens = left
-        known = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
-        for name, computed, added in known if grows else ():
-            if added is not None and (tracked := requests.get(name)) is not None:
-                tracked.store.extend(added)
-                tracked.store.written = min(computed + scheduled[name], tracked.request.num_tokens)
-        return True
+            if (begins := beginning.get(new.req_id)) is not None:
+                self._begin(begins)
+                reached = begins.computed + output.num_scheduled_tokens[new.req_id]
+                self._compute(begins.tracked, begins.computed, reached, meta, offered)
+        if self._publications is not None and self._context.stores:
+            allowed = partial(self._may_publish, {})
+            meta.publications = self._publications.publish(requests, allowed, self._lookups.hashes)
 
     def take_completed(self) -> list[tuple[list[ChunkKey], list[int]]]:
         """In place: the chunks that steps have completed since the last call, and their blocks."""
@@ -224,7 +204,9 @@ class StorePlanner:
         store.stored, store.idle_until, self._idle_tokens = chunks, 0.0, 0
         prompt = tracked.request.num_prompt_tokens if self._context.prompts_only else inf
         stores = self._may_store(tracked) and prompt >= (chunks + 1) * size
-        store.complete_at = (chunks + 1) * size if stores else inf
+        store.complete_at = (
+            ((chunks + 1) * size if self._copies else sys.maxsize) if stores else inf
+        )
 
     # ---- inside
 
@@ -232,49 +214,48 @@ class StorePlanner:
         self,
         output: Any,
         requests: Mapping[str, Tracked],
+        beginning: Mapping[str, Beginning],
         meta: StepMetadata,
         offered: Mapping[str, list[tuple[int, int, int]]],
     ) -> None:
         """Plan the step of requests that ran before."""
         scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
-        resumed, idle_tokens = cached.resumed_req_ids, inf
-        copied = copied_blocks(output) if resumed else set[int]()
+        resumed, left = cached.resumed_req_ids, self._idle_tokens
+        left -= max(scheduled.values(), default=0)
+        # Whether no request completes anything, as in most steps.
+        idle = left > 0 and not resumed and cached.req_ids == self._idle
+        self._idle_tokens = left if idle else inf
+        if idle and not any(cached.new_block_ids):
+            return
         known = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
         for name, computed, added in known:
-            tracked, reached = requests.get(name), computed + scheduled[name]
             if added is not None and self._copies:
                 meta.fresh += added
-            if tracked is None:
+            if (idle and added is None) or (tracked := requests.get(name)) is None:
                 continue
-            store = tracked.store
+            store, reached = tracked.store, computed + scheduled[name]
+            if name in resumed:
+                self._begin(beginning[name])
+            elif added is not None:
+                store.extend(added)
             if added is not None or resumed or reached >= store.idle_until:
-                if name in resumed:
-                    tables = added if added is not None else [[] for _ in store.block_tables]
-                    self._begin(tracked, tables, computed, copied)
-                elif added is not None:
-                    store.extend(added)
                 self._compute(tracked, computed, reached, meta, offered)
-            idle_tokens = min(idle_tokens, store.idle_until - reached)
-        self._idle, self._idle_tokens = cached.req_ids, idle_tokens
+            self._idle_tokens = min(self._idle_tokens, store.idle_until - reached)
+        self._idle = cached.req_ids
 
     def _may_store(self, tracked: Tracked) -> bool:
         return self._context.stores and tracked.params.store and not self._context.refused
 
-    def _begin(
-        self,
-        tracked: Tracked,
-        block_tables: Sequence[Sequence[int]],
-        computed: int,
-        copied: set[int],
-    ) -> None:
-        """Note a request's blocks, in place of all earlier ones. copied: see `copied_blocks`."""
-        tracked.store.block_tables = [array(NUMBERS, table) for table in block_tables]
-        if self._publications is not None and self._context.stores:
-            blocks, rest = divmod(computed, self._groups.block)
+    def _begin(self, begins: Beginning) -> None:
+        """Note a request's blocks, in place of all earlier ones."""
+        tracked, own = begins.tracked, self._publications
+        tracked.store.block_tables = [array(NUMBERS, table) for table in begins.block_tables]
+        if own is not None and self._context.stores:
+            blocks, rest = divmod(begins.computed, self._groups.block)
             supplied = blocks * self._groups.block // self._context.hash_block
             # vLLM's own hit within a block.
-            own = not self._publications.pool.stale and has_copy(block_tables, copied)
-            self._publications.begin(tracked, supplied, rest > 0 and not own)
+            hit = begins.whole < begins.computed and not own.pool.stale
+            own.begin(tracked, supplied, rest > 0 and not hit)
             self.mark_stored(tracked, 0)
 
     def _compute(
@@ -289,15 +270,30 @@ class StorePlanner:
         store = tracked.store
         # Speculative tokens may be taken back.
         store.written = min(reached, tracked.request.num_tokens)
+        prompt = tracked.request.num_prompt_tokens
+        if computed < prompt <= reached:
+            self._publish_tail(tracked)
         if reached < store.idle_until:
             return
         trusted = store.trusted_after <= self.trusted
         if reached >= store.complete_at and trusted:
             self._complete(tracked, computed, meta)
         if not self._groups.states or self._publications is not None:
-            store.idle_until = store.complete_at
+            ends = prompt if self._context.tails and reached < prompt else inf
+            store.idle_until = min(store.complete_at, ends)
         elif trusted:
             self._keep_states(tracked, reached, meta, offered)
+
+    def _publish_tail(self, tracked: Tracked) -> None:
+        """Publish the tokens behind a prompt's last whole block, too, if the request wants one
+        token: a decode server asked for the prompt."""
+        own, request = self._publications, tracked.request
+        if own is None or not self._context.tails or request.max_tokens != 1 or request.resumable:
+            return
+        tokens = request.num_prompt_tokens
+        named = self._may_store(tracked) and self._lookups.name(tracked)
+        if named and (name := self._lookups.tail(tracked, tokens)):
+            own.on_prompt(tracked, tokens // self._context.hash_block, name)
 
     def _complete(self, tracked: Tracked, before: int, meta: StepMetadata) -> None:
         """Store the chunks that the step completes. before: the tokens before the step.
@@ -313,10 +309,9 @@ class StorePlanner:
         if ready <= first or not self._context.open() or not self._lookups.name(tracked):
             return
         if self._publications is not None:
-            if self._context.config.pool.lent:
-                self._announce(tracked, first, ready)
-                blocks = groups.chunks(tables, first, ready)
-                self._completed.append((self._lookups.keys(tracked, first, ready), blocks))
+            self._announce(tracked, first, ready)
+            blocks = groups.chunks(tables, first, ready)
+            self._completed.append((self._lookups.keys(tracked, first, ready), blocks))
             self.mark_stored(tracked, ready)
             return
         if not groups.plain:
@@ -365,16 +360,3 @@ class StorePlanner:
             tokens = number * size, (number + 1) * size
             event = block_stored(tracked.request, *tokens, context.hash_block, self._spec_kind)
             context.announcer.expect(key, event)
-
-
-def copied_blocks(output: Any) -> set[int]:
-    """The blocks that begin a step as copies of others: with vLLM's hits within a block, a request
-    goes on in a copy of the hit's last block. output: vLLM's description of the step."""
-    copies = getattr(output, "kv_cache_block_copies", None) or ()
-    return {copy.dst_block_id for copy in copies}
-
-
-def has_copy(block_tables: Sequence[Sequence[int]], copied: set[int]) -> bool:
-    """Whether a request that begins does so within a block that vLLM's own cache has. copied: see
-    `copied_blocks`."""
-    return bool(copied) and not all(map(copied.isdisjoint, block_tables))

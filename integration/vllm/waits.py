@@ -22,7 +22,7 @@ from .telemetry.stats import Meter
 
 log = logging.getLogger("vllm.vcache")
 
-AGAIN_SECONDS = 0.002
+AGAIN_SECONDS = 0.001
 """The time between two probes for a waiting request, each of some 20 us."""
 MOST_WAITING = 256
 """How many requests wait at once; further requests are computed. vLLM looks at every waiting
@@ -278,14 +278,14 @@ class Waits:
         tracked.wait.wait = _noted(wait, probed, now)
         return True
 
-    def decide(self, tracked: Tracked, most: int, chunks: int, answer: Answer) -> LookupDecision:
-        """Apply `decide` to a request: its wait begins, goes on, or ends. most, chunks: see
-        `Asked`."""
-        state, params = tracked.wait, tracked.params
+    def decide(self, tracked: Tracked, answer: Answer) -> LookupDecision:
+        """Apply `decide` to a request: its wait begins, goes on, or ends."""
+        state, params, lookup = tracked.wait, tracked.params, tracked.lookup
         bound = params.wait_seconds if params.announced else None
         may_wait = state.wait is None and len(self.waiting) < MOST_WAITING
         loads = tracked.load is not None
-        asked = Asked(tracked.local, most, chunks, bound, may_wait, state.present, loads)
+        sizes = tracked.local, lookup.most, lookup.chunks
+        asked = Asked(*sizes, bound, may_wait, state.present, loads)
         decision = decide(self._rules, asked, answer, monotonic())
         if decision.end:
             self.over(tracked, decision.end, answer.hits)

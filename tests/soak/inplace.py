@@ -29,6 +29,7 @@ from vcache_backend.protocol.messages import (
     Find,
     Found,
     InstanceId,
+    Join,
     ResidentRun,
 )
 from vcache_backend.resident.mappings import Neighbours, Tables
@@ -107,6 +108,12 @@ class Written:
     def reached(self) -> bool:
         return self.over
 
+    def wait(self, timeout_s: float) -> bool:
+        until = time.monotonic() + timeout_s
+        while not self.over and time.monotonic() < until:
+            time.sleep(0.001)
+        return self.over
+
 
 class Instance(Living):
     """The KV cache of an instance, its blocks, and its name at the server."""
@@ -143,9 +150,8 @@ class Instance(Living):
 
     def _join(self) -> None:
         prefix = self.session.namespace.prefix
-        self.client.join(
-            self.instance, prefix, BLOCKS, 1, EACH, [BlockTable("full")], self.table.fd
-        )
+        full = [BlockTable("full")]
+        self.client.join(Join(self.instance, prefix, BLOCKS, 1, EACH, full), self.table.fd)
 
     def _listen(self) -> None:
         """Ask for the namespace's epoch; publications of another epoch are refused. The server also

@@ -106,7 +106,8 @@ def join(
     """Show a table, as a scheduler does."""
     table = make_table(name, blocks)
     try:
-        client.join(name, NAMESPACE, blocks, ranks, each, tables, table)
+        named = m.InstanceId(name)
+        client.join(m.Join(named, NAMESPACE, blocks, ranks, each, list(tables)), table)
     finally:
         os.close(table)
 

@@ -23,7 +23,7 @@ from processes import PATIENT, SECONDS, Stage, Worker, eventually, with_torch
 from vcache_backend import seals
 from vcache_backend.config import ClientConfig
 from vcache_backend.protocol.client import Client
-from vcache_backend.protocol.messages import BlockTable, InstanceId, ResidentRun
+from vcache_backend.protocol.messages import BlockTable, InstanceId, Join, ResidentRun
 from vcache_backend.resident.mappings import Neighbour, Neighbours, Tables
 from vcache_backend.resident.own_cache import cache_shape, show_cache
 from vcache_backend.vram_pool import devices
@@ -158,7 +158,7 @@ class Owner:
 
     def join(self) -> None:
         size = self.table.blocks, self.ranks, self.each
-        self.client.join(self.name, NAMESPACE, *size, TABLES, self.table.fd)
+        self.client.join(Join(InstanceId(self.name), NAMESPACE, *size, TABLES), self.table.fd)
 
     def write(self, blocks: Sequence[int], value: int) -> list[int]:
         """As vLLM does: the blocks are handed out, a step is planned, and they are written. Their

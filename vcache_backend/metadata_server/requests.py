@@ -36,7 +36,6 @@ class Service:
         *,
         now: Callable[[], float] = time.monotonic,
         write_seconds: float = 30.0,
-        max_chunks: int = 4_000_000,
         max_segments: int = 1024,
         resets: Resets | None = None,
         keep: Callable[[Resets], None] = lambda resets: None,
@@ -48,7 +47,7 @@ class Service:
         self.backlog, self.counters = Backlog(), Counter[str]()
         self.promises = Promises(self.counters, now)
         self.residents = ResidentDirectory(self.counters, self.promises.arrived)
-        pool = self.backlog, self.counters, resets, keep, self._was_reset, max_chunks
+        pool = self.backlog, self.counters, resets, keep, self._was_reset
         self.directory = Directory(now, write_seconds, *pool)
         self.instances = InstanceRegistry(self.residents, self._spare, pidfd)
         self.layouts = Layouts()
@@ -64,10 +63,8 @@ class Service:
         fds: the request's fds. The service removes the fds that it keeps."""
         started = time.perf_counter()
         try:
-            if isinstance(request, m.OfResidents):
-                answer: Answer = self._of_residents(client, request), ()
-            elif isinstance(request, m.OfChunks):
-                answer = self._of_chunks(client, request), ()
+            if isinstance(request, m.OfChunks):
+                answer: Answer = self._of_chunks(client, request), ()
             else:
                 answer = self._of_others(client, request, fds)
         except Refused as refusal:
@@ -78,8 +75,15 @@ class Service:
         return answer
 
     def _of_chunks(self, client: Peer, request: m.OfChunks) -> m.Reply:
+        """Answer frequent requests: about chunks of the pool, and blocks of KV caches."""
         directory = self.directory
         match request:
+            case m.Find():
+                return self._find(client, request)
+            case m.Promise():
+                return self._promise(client, request)
+            case m.Publish():
+                return self._publish(client, request)
             case m.Pin(keys, seconds):
                 return m.Pinned(directory.pin(keys, seconds), directory.epoch(keys))
             case m.Reserve(keys, nbytes):
@@ -96,19 +100,6 @@ class Service:
             case m.Clear(namespace, reset):
                 residents = self.residents.clear(namespace)
                 return m.Count(directory.clear(namespace, reset) + residents)
-            case _:
-                assert_never(request)
-
-    def _of_residents(self, client: Peer, request: m.OfResidents) -> m.Reply:
-        """Answer requests about instances' KV caches."""
-        match request:
-            case m.Find():
-                return self._find(client, request)
-            case m.Promise():
-                _check_ranks(len(request.keys), request.ranks)
-                return self._promise(client, request)
-            case m.Publish():
-                return self._publish(client, request)
             case _:
                 assert_never(request)
 
@@ -304,6 +295,7 @@ class Service:
 
     def _promise(self, client: Peer, request: m.Promise) -> m.Promised:
         """Note the chunks that a request computes. Ignores a request that began before a reset."""
+        _check_ranks(len(request.keys), request.ranks)
         epoch = self.directory.epoch(request.keys)
         lacking = self._lacking(request, request.keys) if request.epoch == epoch else []
         return m.Promised(self.promises.begin(client, request, lacking), epoch)

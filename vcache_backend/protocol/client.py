@@ -178,19 +178,9 @@ class Client(Channel):
 
     # The caller keeps the fds that it passes, and closes the fds that it gets.
 
-    def join(
-        self,
-        instance: bytes,
-        namespace: bytes,
-        blocks: int,
-        ranks: int,
-        each: int,
-        tables: Sequence[m.BlockTable],
-        fd: int,
-    ) -> None:
+    def join(self, request: m.Join, fd: int) -> None:
         """Register a generation table as its scheduler. Repeat after each reconnection."""
-        request = m.Join(m.InstanceId(instance), namespace, blocks, ranks, each, list(tables))
-        self._parts = [table.kind for table in tables] == ["full"]
+        self._parts = [table.kind for table in request.tables] == ["full"]
         self._call(request, m.Count, self._config.control_seconds, [fd])
 
     def show_cache(

@@ -849,9 +849,8 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     minute: tuple[int, int] = (0, 0)
 
 
-OfChunks = Reserve | Commit | Abort | Pin | Contains | Remove | Clear
-OfResidents = Find | Publish | Promise
+OfChunks = Find | Publish | Promise | Reserve | Commit | Abort | Pin | Contains | Remove | Clear
 _OfSegments = AddSegment | Lend | OpenSegment | DropSegment | ListSegments
 _OfInstances = Join | ShowCache | OpenInstance | OpenCache
 OfOthers = Hello | _OfSegments | _OfInstances | Stats | Report
-AnyRequest = OfChunks | OfResidents | OfOthers
+AnyRequest = OfChunks | OfOthers
