@@ -31,6 +31,7 @@ from vcache_backend.transfer.keys import adapter_digest, block_hashes, state_key
 
 from .adapters import Adapters
 from .instance import InstanceContext
+from .metadata import Chunks
 from .requests import FAILED, LATE, PROMISED_SECONDS, Answer, AnswerState, Question, Tracked
 from .telemetry.stats import Meter
 
@@ -124,6 +125,12 @@ class Lookups:
         context, each = self._context, self._context.names
         hashes = self.hashes(tracked, first * each, stop * each, context.unit)
         return chunk_keys(context.prefix, hashes, each)
+
+    def chunks(self, tracked: Tracked, first: int, stop: int, parts: int = 0) -> Chunks:
+        """The same for a worker, with the state's `parts` behind them."""
+        context, each = self._context, self._context.names
+        hashes = self.hashes(tracked, 0, stop * each, context.unit)
+        return Chunks(context.prefix, hashes, each, first, parts)
 
     def send(self, tracked: Tracked, first: int) -> None:
         """Ask the server for the chunks from number `first` on, and return. `name` must have made

@@ -14,12 +14,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from vcache_backend.protocol.messages import BlockRun, ChunkKey, ResidentRun
-from vcache_backend.transfer.keys import state_keys
 
 from .blocks import NUMBERS
 from .instance import InstanceContext
 from .lookups import Lookups
-from .metadata import LoadSpec, MoreBlocks, PublicationSpec, StepMetadata, StoreSpec
+from .metadata import Chunks, LoadSpec, MoreBlocks, PublicationSpec, StepMetadata, StoreSpec
 from .model.groups import Span
 from .requests import Answer, Beginning, Tracked
 from .telemetry.events import block_stored
@@ -53,19 +52,17 @@ class StorePlanner:
         below, groups = self._context.offload, self._groups
         first, stop = tracked.local // size, -(-end // size)
         by_chunks = self._by_chunks(answer)
-        keys = self._lookups.keys(tracked, first, stop) if by_chunks else []
-        if groups.states and keys:
-            keys += state_keys(keys[-1:], groups.parts)
+        parts = groups.parts if first < stop else 0
+        chunks = self._lookups.chunks(tracked, first, stop, parts) if by_chunks else Chunks()
         # Allow the offload tier even if the pool had all chunks: the pool may lose some before the
         # load reads them.
         offload = not groups.states and below is not None and below.usable
         promote = offload and self._context.stores and tracked.params.store
         load = LoadSpec(
             request_id=tracked.request.request_id,
-            keys=keys,
+            chunks=chunks,
             offload=offload,
             promote=promote and self._publications is None,
-            prefix=self._lookups.keys(tracked, 0, first) if offload else [],
             number=next(self._load_numbers),
             open=tracked.wait.present is not None,
             **self._blocks(tracked, block_tables, by_chunks),
@@ -304,9 +301,8 @@ class StorePlanner:
             first = groups.alive_from(tables, before, first, ready)
         self._announce(tracked, first, ready)
         if first < ready:
-            keys = self._lookups.keys(tracked, 0, ready)
-            blocks = groups.chunks(tables, first, ready)
-            meta.stores.append(StoreSpec(keys[first:], blocks, keys[:first]))
+            chunks = self._lookups.chunks(tracked, first, ready)
+            meta.stores.append(StoreSpec(chunks, groups.chunks(tables, first, ready)))
         self.mark_stored(tracked, ready)
 
     def _keep_states(
@@ -332,8 +328,8 @@ class StorePlanner:
             ):
                 # Chunks have a fixed size: repeat the state's last block up to the chunk's end.
                 blocks = blocks + blocks[-1:] * (groups.parts * groups.blocks - len(blocks))
-                prefix = self._lookups.keys(tracked, 0, chunks)
-                meta.stores.append(StoreSpec(state_keys(prefix[-1:], groups.parts), blocks, prefix))
+                state = self._lookups.chunks(tracked, chunks, chunks, groups.parts)
+                meta.stores.append(StoreSpec(state, blocks))
 
     def _announce(self, tracked: Tracked, first: int, stop: int) -> None:
         """Prepare KV events, if anybody listens, for the request's chunks [first, stop), which may
