@@ -32,7 +32,7 @@ from vcache_backend.transfer.keys import adapter_digest, block_hashes, state_key
 from .adapters import Adapters
 from .instance import InstanceContext
 from .metadata import Chunks
-from .requests import FAILED, LATE, PROMISED_SECONDS, Answer, AnswerState, Question, Tracked
+from .requests import FAILED, LATE, PROMISED_SECONDS, Answer, Question, Tracked
 from .telemetry.stats import Meter
 
 log = logging.getLogger("vllm.vcache")
@@ -205,7 +205,7 @@ class Lookups:
                 answer = self._answer(client, tracked, first, over)
             except VCacheError as error:
                 answer = self._failed(error, late=late_since is not None)
-        self._late = answer.state is AnswerState.LATE
+        self._late = answer is LATE
         if self._late:
             lookup.late_since = late_since or now
             return answer

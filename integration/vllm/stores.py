@@ -38,6 +38,8 @@ class StorePlanner:
         """Most steps of running requests complete neither a block nor a chunk: the requests of the
         last step that `_plan_running` has planned, and the tokens that none of them has computed
         since before it completes something."""
+        self._offered: Mapping[str, list[tuple[int, int, int]]] = {}
+        """The states in vLLM's prefix cache, by request, as (group, block, tokens)."""
         self._completed: list[tuple[list[ChunkKey], list[int]]] = []
         """In place: chunks that steps have completed, and their blocks, for `take_completed`."""
         self.trusted = 0
@@ -64,7 +66,7 @@ class StorePlanner:
             offload=offload,
             promote=promote and self._publications is None,
             number=next(self._load_numbers),
-            open=tracked.wait.present is not None,
+            open=tracked.wait.wait is not None,
             **self._blocks(tracked, block_tables, by_chunks),
         )
         # Chunks loaded from the pool are stored already. Only whole chunks of the offload tier are
@@ -87,7 +89,7 @@ class StorePlanner:
             block = context.groups.block
             span = Span(0, tracked.local // block, 0, len(load.blocks), had=0)
             runs = answer.runs_of(span, answer.first * self._size // block)
-        return MoreBlocks(load.number, runs, tracked.wait.present is None)
+        return MoreBlocks(load.number, runs, tracked.wait.wait is None)
 
     def _by_chunks(self, answer: Answer | None) -> bool:
         """Whether a load may take chunks out of the pool or the offload tier. Otherwise other KV
@@ -153,20 +155,18 @@ class StorePlanner:
 
         output: vLLM's description of the step. beginning: the requests that begin or resume in it,
         by name."""
-        offered: Mapping[str, list[tuple[int, int, int]]] = {}
         if self._groups.states:
-            # The states in vLLM's prefix cache, by request, as (group, block, tokens).
             state = getattr(output, "kv_connector_block_state", None)
-            offered = getattr(state, "boundary_state_offloads", offered)
+            self._offered = getattr(state, "boundary_state_offloads", {})
         # Running requests first: new requests may hit the blocks that they write in this step.
-        self._plan_running(output, requests, beginning, meta, offered)
+        self._plan_running(output, requests, beginning, meta)
         for new in output.scheduled_new_reqs:
             if self._copies:
                 meta.fresh += new.block_ids
             if (begins := beginning.get(new.req_id)) is not None:
                 self._begin(begins)
                 reached = begins.computed + output.num_scheduled_tokens[new.req_id]
-                self._compute(begins.tracked, begins.computed, reached, meta, offered)
+                self._compute(begins.tracked, begins.computed, reached, meta)
         if self._publications is not None and self._context.stores:
             allowed = partial(self._may_publish, {})
             meta.publications = self._publications.publish(requests, allowed, self._lookups.hashes)
@@ -213,7 +213,6 @@ class StorePlanner:
         requests: Mapping[str, Tracked],
         beginning: Mapping[str, Beginning],
         meta: StepMetadata,
-        offered: Mapping[str, list[tuple[int, int, int]]],
     ) -> None:
         """Plan the step of requests that ran before."""
         scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
@@ -236,7 +235,7 @@ class StorePlanner:
             elif added is not None:
                 store.extend(added)
             if added is not None or resumed or reached >= store.idle_until:
-                self._compute(tracked, computed, reached, meta, offered)
+                self._compute(tracked, computed, reached, meta)
             self._idle_tokens = min(self._idle_tokens, store.idle_until - reached)
         self._idle = cached.req_ids
 
@@ -261,7 +260,6 @@ class StorePlanner:
         computed: int,
         reached: int,
         meta: StepMetadata,
-        offered: Mapping[str, list[tuple[int, int, int]]],
     ) -> None:
         """Handle a request that computes the tokens [computed, reached) in the step."""
         store = tracked.store
@@ -275,7 +273,7 @@ class StorePlanner:
         if not self._groups.states or self._publications is not None:
             store.idle_until = store.complete_at
         elif trusted:
-            self._keep_states(tracked, reached, meta, offered)
+            self._keep_states(tracked, reached, meta)
 
     def _complete(self, tracked: Tracked, before: int, meta: StepMetadata) -> None:
         """Store the chunks that the step completes. before: the tokens before the step.
@@ -310,14 +308,13 @@ class StorePlanner:
         tracked: Tracked,
         reached: int,
         meta: StepMetadata,
-        offered: Mapping[str, list[tuple[int, int, int]]],
     ) -> None:
         """Store the layers' states at all ends of chunks in the step, except the loaded state."""
         request, groups = tracked.request, self._groups
         if not self._may_store(tracked):
             return
         limit = request.num_prompt_tokens if self._context.prompts_only else request.num_tokens
-        states = offered.get(request.request_id, ())
+        states = self._offered.get(request.request_id, ())
         for tokens, blocks in groups.ended(tracked.store.block_tables, reached, states).items():
             chunks = tokens // self._size
             if (
