@@ -15,6 +15,7 @@
 #   decode   what a step that only decodes costs, beside vLLM alone                                       4 minutes on one GPU; nothing beside it
 #   short    short_tax in place                                                                     4 minutes; nothing beside it
 #   tables   in place, hits that end as vLLM's own do, bit for bit, with flipped bytes: Gemma 3, gpt-oss, LFM 2, Granite 4, Qwen3-Next   6 minutes on one GPU
+#            TABLES=gdn: Qwen3-Next alone, 2 minutes; TABLES=v4: DeepSeek V4, which wants the parts tile and cutlass
 #   groups   in place: async_ttft of the shapes of gpt-oss and Gemma 3, with CUDA graphs            7 minutes; nothing beside it
 #   models   through a pool: Gemma 3, gpt-oss, LFM 2; fp8, MLA, n-gram, tensor parallel 2, the first three in place, too   7 minutes
 #   which    how each text generation model of vLLM's registry is cached (docs/vllm/models.md); beside anything   6 minutes
@@ -81,7 +82,11 @@ if [ -z "${TINY:-}" ]; then
   printf 'Metadata-Version: 2.1\nName: vcache-backend\nVersion: 0.1.0\n' > "$site/vcache_backend-0.1.0.dist-info/METADATA"
   printf '[vllm.general_plugins]\nvcache = vcache_backend.integration.plugin:register\n' > "$site/vcache_backend-0.1.0.dist-info/entry_points.txt"
   export PYTHONPATH=$PWD:$site
+  # What DeepSeek V4 alone needs: other versions of some packages, and those that vLLM uses in all models that find them.
+  [[ ${TABLES:-} != *v4* ]] || export PYTHONPATH=$site/v4:$site/v4/nvidia_cutlass_dsl/dsl_packages:$PYTHONPATH
 fi
+# DeepGEMM compiles a kernel for each number of tokens.
+export VLLM_USE_DEEP_GEMM=0
 # Servers fork their engines, which then import nothing again. vLLM spawns them where it must. With this, and what `unpack` compiles,
 # four servers answered after 32 and 57 s; before, after 146 and 105 s.
 export VLLM_WORKER_MULTIPROC_METHOD=${VLLM_WORKER_MULTIPROC_METHOD:-fork}
@@ -165,8 +170,8 @@ models() {
   wait
 }
 tables() {
-  ttft tables 500 gemma3,gpt_oss "${in_place[@]}" --scale beside &
-  ttft states 500 conv,mamba2,gdn "${in_place[@]}" --scale beside &
+  local each
+  for each in ${TABLES:-gemma3,gpt_oss conv,mamba2,gdn}; do ttft "tables_${each//,/_}" 500 "$each" "${in_place[@]}" --scale beside & done
   wait
 }
 groups() { ttft groups 420 ttft_gpt_oss,ttft_gemma3 "${in_place[@]}" --kv-gib 6 --rounds 5; }

@@ -108,7 +108,8 @@ def _in_place() -> tuple[float, list[float]]:
         table = Generations(instance, BLOCKS)
         undo.callback(table.close)
         memory = undo.enter_context(regions.create(Device("host", "host"), nbytes))
-        client.join(instance, NAMESPACE, BLOCKS, 1, EACH, [m.BlockTable("full")], table.fd)
+        join = m.Join(instance, NAMESPACE, BLOCKS, 1, EACH, [m.BlockTable("full")])
+        client.join(join, table.fd)
         client.show_cache(instance, 0, shape, [memory.fd])
         runs = list[m.BlockRun]()
         for first in range(0, BLOCKS, RUN):

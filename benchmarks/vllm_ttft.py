@@ -114,6 +114,7 @@ PARTS: dict[str, Part] = {
     "conv": _few("conv", "states", ("inplace",)),
     "mamba2": _few("mamba2", "states", ("inplace",), cpu=False),
     "gdn": _few("gdn", "states", ("inplace",)),
+    "v4": _few("v4", "v4", ("inplace",), cpu=False),
     "tp2": _few("tp2", "tp2", cpu=False),
     "decode": Part(tuple(ARMS.values()), scheduling.decode_steps, ("inplace",), apart="decode"),
     "short": Part(("busy_alone", "busy_a"), latency.short_tax, OURS, apart="short"),

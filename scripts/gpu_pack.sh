@@ -5,11 +5,12 @@
 # rest, trimmed to what Hopper needs (FlashAttention 3 alone). All undefined torch symbols of these libraries are in torch 2.11.0's
 # (LMCache 0.5.6's are not). vLLM's own pin is torch 2.14; compiled and in place it ran beside 2.11 (2026-11-24).
 #
-#   scripts/gpu_pack.sh OUT_DIR     some 230 MiB in eleven files into OUT_DIR; about 10 minutes on two busy cores, 2 GB of scratch
+#   scripts/gpu_pack.sh OUT_DIR     some 350 MiB in fourteen files into OUT_DIR; about 10 minutes on two busy cores, 2 GB of scratch
 #     deps.tar.xz    LMCache with its CUDA kernels, msgspec, pyzmq, ...       fa3.tar.xz    FlashAttention 3
 #     c.tar.xz.0, c.tar.xz.1   vLLM's CUDA extension, 61 MiB, in two pieces, since one call carries 64 MiB with the checkout
 #     moe.tar.xz     kernels of mixtures of experts, FlashMLA                 vllm.tar.xz   vLLM's Python code
-#     gemm.tar.xz    DeepGEMM, for DeepSeek V3.2's indexer alone; it compiles its kernels on the host, with nvcc
+#     gemm.tar.xz    DeepGEMM, for DeepSeek V3.2's and V4's indexer alone; it compiles its kernels on the host, with nvcc
+#     tile.tar.xz, cutlass.tar.xz.0, cutlass.tar.xz.1   TileLang and CuTe DSL, in a folder v4, for DeepSeek V4 alone; they compile there, too
 #     nixl.tar.xz    NIXL 1.5.1 with UCX, without its other plugins: for benchmarks beside it
 #     mooncake.tar.xz   the engine of Mooncake's wheel, with this host's libraries that it wants, for the arm pd_mooncake
 #     vllm_router-0.1.17-*.whl   the router that benchmarks put before vLLM; deps has what it needs (orjson, setproctitle)
@@ -72,10 +73,21 @@ for tag in 2014 2010 1; do target+=(--platform "manylinux${tag}_x86_64"); done
     | xargs -I{} cp -L {} "$libs/"
   mv "$new" "$work/mooncake"
 }
-for part in deps fa3 c moe gemm nixl vllm mooncake; do
+[ -d "$work/tile" ] || {
+  rm -rf "$work/v4" && mkdir -p "$work/v4/wheels"
+  python3 -m pip download -q "${target[@]}" -d "$work/v4/wheels" tilelang==0.1.12 apache-tvm-ffi==0.1.11 'z3-solver<4.15.5' torch-c-dlpack-ext quack-kernels==0.6.5 \
+    nvidia-cutlass-dsl==4.8.0 nvidia-cutlass-dsl-libs-{base,core,cu13}==4.8.0
+  mkdir -p "$work"/{tile.tmp,cutlass}/v4
+  for wheel in "$work"/v4/wheels/nvidia*.whl; do python3 -m zipfile -e "$wheel" "$work/cutlass/v4"; done
+  for wheel in "$work"/v4/wheels/[!n]*.whl; do python3 -m zipfile -e "$wheel" "$work/tile.tmp/v4"; done
+  rm -rf "$work"/tile.tmp/v4/{tilelang/3rdparty/composable_kernel,z3/include,z3_solver*.data,tvm_ffi/3rdparty/libbacktrace} "$work"/cutlass/v4/nvidia_cutlass_dsl/dsl_packages/iket/profiler/*.so
+  mv "$work/tile.tmp" "$work/tile"
+}
+for part in deps fa3 c moe gemm nixl vllm mooncake tile cutlass; do
   [ -f "$work/$part.tar.xz" ] || { tar cf - -C "$work/$part" . | xz -T1 -3 > "$work/$part.tmp"; mv "$work/$part.tmp" "$work/$part.tar.xz"; }
-  [ "$part" = c ] || cp "$work/$part.tar.xz" "$out/"
+  [ "$part" = c ] || [ "$part" = cutlass ] || cp "$work/$part.tar.xz" "$out/"
 done
+split -b 58m -d -a 1 "$work/cutlass.tar.xz" "$out/cutlass.tar.xz."
 python3 -m pip download -q "${target[@]}" -d "$out" vllm-router==0.1.17
 split -b 54m -d -a 1 "$work/c.tar.xz" "$out/c.tar.xz."
 ls -l "$out"

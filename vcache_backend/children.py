@@ -11,11 +11,10 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -46,25 +45,6 @@ def die_with_parent() -> None:
     _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """SIGINT and SIGTERM wait for the end of the block: Python loses what a handler raises in the
-    middle of a fork."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # handlers run in the main thread
-        return
-    came = list[int]()
-    numbers = signal.SIGINT, signal.SIGTERM
-    kept = [signal.signal(number, lambda number, _: came.append(number)) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, kept, strict=True):
-            signal.signal(number, handler or signal.SIG_DFL)
-        for interrupt in came:
-            signal.raise_signal(interrupt)
-
-
 class Program:
     """A process in a group of its own, killed with all that it started. Its output is appended to
     `log`. stdin: a descriptor for its standard input.
@@ -92,20 +72,16 @@ class Program:
 
     def start(self) -> None:
         """Start it, also again after `kill`."""
-        try:
-            with self.log.open("ab") as file, _uninterrupted():
-                self._process = subprocess.Popen(
-                    self._command,
-                    env=self._environment,
-                    stdin=self._stdin,
-                    stdout=file,
-                    stderr=file,
-                    process_group=0,
-                    preexec_fn=die_with_parent,
-                )
-        except KeyboardInterrupt:  # it came meanwhile
-            self.kill()
-            raise
+        with self.log.open("ab") as file:
+            self._process = subprocess.Popen(
+                self._command,
+                env=self._environment,
+                stdin=self._stdin,
+                stdout=file,
+                stderr=file,
+                process_group=0,
+                preexec_fn=die_with_parent,
+            )
 
     @property
     def pid(self) -> int:

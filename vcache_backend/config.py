@@ -110,23 +110,16 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     socket: str = ""
     reservation_seconds: Positive = 30.0
     spin_seconds: NotNegative | None = None
-    max_chunks: PositiveInt = 4_000_000
-    max_clients: PositiveInt = 1024
     allow_uids: list[Id] = []
     metrics: str = ""
 
     def __post_init__(self) -> None:
         given = self.socket
-        fits = {
-            "a path of printable characters in UTF-8": given.isprintable(),
-            "a path without ~": not given.startswith("~"),
-            "the path of a file": Path(given).name and not given.endswith("/"),
-            "an absolute path": given.startswith("/"),  # Programs start in any folder.
-            f"a path of at most {MAX_SOCKET_PATH} bytes": len(given.encode(errors="replace"))
-            <= MAX_SOCKET_PATH,
-        }
-        if given and (wanted := [rule for rule, good in fits.items() if not good]):
-            raise ValueError(f"socket must be {wanted[0]}, got {given!r}")
+        file = given.startswith("/") and not given.endswith("/")  # programs start in any folder
+        fits = given.isprintable() and len(given.encode()) <= MAX_SOCKET_PATH
+        if given and not (file and fits):
+            wanted = f"the absolute path of a file, {MAX_SOCKET_PATH} printable bytes at most"
+            raise ValueError(f"socket must be {wanted}, got {given!r}")
         if self.metrics:
             split_address(self.metrics, "metrics")
 

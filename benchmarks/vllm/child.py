@@ -5,14 +5,28 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
 from vcache_backend.prove.instance import SECONDS, Serving, main
 
+if find_spec("triton"):  # vLLM for CPUs has none.
+    from triton.runtime.autotuner import Autotuner
+
+    # Take the first of a kernel's configurations: by trial, instances that start beside each other
+    # may each choose another one, which takes states' kernels more than a minute. At the module's
+    # top, since processes that vLLM spawns import this one's main module.
+    _pruned = Autotuner.prune_configs
+    Autotuner.prune_configs = lambda self, given: _pruned(self, given)[:1]
+
 
 class Measured(Serving):
     """The commands that `Fleet.instance` takes."""
+
+    def __init__(self, arguments: dict[str, Any], dummy: bool) -> None:
+        super().__init__(arguments, dummy)
+        self._llm.apply_model(order_choices)
 
     def beside(
         self, others: list[list[int]], tokens: list[list[int]], extra: dict[str, Any]
@@ -70,6 +84,21 @@ class Measured(Serving):
         self._engine.abort_request(names)
         while self._engine.has_unfinished_requests():
             self._engine.step()
+
+
+def order_choices(model: Any) -> None:
+    """In vLLM's worker: put the tokens that a layer's indexer chooses (DeepSeek V3.2 and V4) in
+    order. By itself its kernel's thread blocks race, and sums over the tokens differ in the last
+    bit from run to run."""
+
+    def ordered(_: Any, given: Any, chosen: Any) -> None:
+        rows = chosen[: len(given[0])]
+        last = rows.masked_fill(rows < 0, 1 << 30).sort(dim=-1).values
+        rows.copy_(last.masked_fill(last == 1 << 30, -1))
+
+    for module in model.modules():
+        if type(module).__name__ == "SparseAttnIndexer":
+            module.register_forward_hook(ordered)
 
 
 if __name__ == "__main__":

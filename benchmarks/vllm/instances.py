@@ -170,6 +170,14 @@ KINDS = {
     "mamba2": _several("granite4"),
     # vLLM's default on Hopper wants FlashInfer.
     "gdn": _several("qwen3_next", arguments={"gdn_prefill_backend": "triton"}),
+    # A step's tokens take thousands of small blocks of windows and of compressors' states.
+    "v4": Kind(
+        model=SHAPES["deepseek_v4"],
+        block=256,
+        value_bytes=8,
+        arguments={"enforce_eager": True},
+        several=True,
+    ),
     # Where requests are many and short.
     "busy": Kind(arguments={"max_num_seqs": 128}),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +33,7 @@ from .. import around_vllm
 from . import settings
 from .boundary import Boundary, answer, guarded
 from .ends import AwaitedLoads, LoadEnds, WorkerLoads
-from .metadata import StepMetadata, WorkerReport
+from .metadata import MoreBlocks, StepMetadata, WorkerReport
 from .model import compat, versions
 from .model.sharing import plan
 from .model.spec import ShardSpec
@@ -232,9 +232,9 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
 
     def _hasten(self, connector_output: Any) -> None:
         """Add finished loads to the report of a step, so that their requests run a step earlier. A
-        worker in this thread checks its loads once more."""
+        worker in this thread checks its loads once more, and goes on with what has come."""
         if self._alone and (worker := _worker_here(self._engine)) is not None:
-            worker._advance_loads()
+            worker._advance_loads(self._scheduler.further() if self._scheduler is not None else [])
         self._awaited.tell(connector_output, self._ends.in_all)
 
     @guarded(answer((False, None)))
@@ -376,9 +376,9 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
             self._worker.store()
 
     @guarded(answer(None))
-    def _advance_loads(self) -> None:
+    def _advance_loads(self, more: Sequence[MoreBlocks]) -> None:
         if self._worker is not None:
-            self._worker.loads.advance()
+            self._worker.loads.advance(more)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         advanced = self._advance()

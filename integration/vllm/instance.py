@@ -14,7 +14,7 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import start
 from vcache_backend.protocol.channel import Standing
 from vcache_backend.protocol.client import Client
-from vcache_backend.protocol.messages import ChunkKey
+from vcache_backend.protocol.messages import ChunkKey, Join
 from vcache_backend.resident.mappings import Tables
 from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.transfer.session import make_tier
@@ -72,6 +72,10 @@ class InstanceContext:
         """Hits end at multiples of this many tokens."""
         self.by_ends = in_place and not self.groups.plain
         """A hit in place ends only where all block tables have what it needs."""
+        self.tails = in_place and self.groups.plain and self.hash_block == self.groups.block
+        """A prefill server publishes the tokens behind a prompt's last whole block, too, and a
+        decode server loads all but the prompt's last token: the step that computes this token alone
+        runs as one CUDA graph, as steps that only decode do."""
         self.ranks = model.pp_size * (1 if model.use_mla else model.tp_size)
         """Shards of a chunk."""
         self._shards: dict[tuple[int, int], model_spec.ShardSpec] = {}
@@ -130,7 +134,21 @@ class InstanceContext:
         lookup.chunks = min(hashes // self.hashes, -(-tokens // self.chunk_size))
         held = lookup.chunks * self.hashes if self.publications is None else hashes
         lookup.most = min(tokens, held * self.hash_block // whole * whole)
+        if self.reads_tails and self.has_tail(request):
+            lookup.most = request.num_tokens - 1
         return lookup.most
+
+    @property
+    def reads_tails(self) -> bool:
+        """Whether this is a decode server that loads prompts to their last token. What a server
+        with a pool or an offload tier loads, or one that publishes, ends with a block."""
+        pooled = self.offload is not None or bool(self.config.pool.lent)
+        return self.tails and not self.stores and not pooled
+
+    def has_tail(self, request: Any) -> bool:
+        """Whether the tokens behind the request's last whole block have a name (`tail_hash`)."""
+        whole = bool(request.block_hashes) and request.prompt_embeds is None
+        return whole and not request.mm_features
 
     # ---- the workers' shards
 
@@ -197,7 +215,6 @@ class InstanceContext:
             # Answers bring news even if no request waits for them any more.
             client.on_reply = self.publications.hear
             Standing(client, self._join, "vcache: others cannot read this instance's KV cache")
-            client.on_beat.append(self._listen)
         if trouble := client.trouble:
             log.warning("vcache: %s; until it answers nothing is cached", trouble)
         told = "vcache: namespace %s, chunks of %d tokens, ranks: %d"
@@ -226,7 +243,8 @@ class InstanceContext:
         except VCacheError as error:
             log.warning("the pool was not cleared, so nothing is read from it: %s", error)
             return False
-        self._listen()
+        with suppress(VCacheError):
+            self.client.heartbeat()  # so that the epoch is heard of
         return True
 
     def close(self) -> None:
@@ -241,21 +259,12 @@ class InstanceContext:
     # ---- inside; in the scheduler's thread or the client's background thread
 
     def _join(self) -> None:
-        """Show the server our generation table, and listen."""
+        """Show the server our generation table, and hear of the epoch."""
         own, client = self.publications, self.client
         if own is not None and client is not None:
-            shape = own.blocks, self.ranks, self.hashes, own.tables
-            client.join(own.instance, self.prefix, *shape, own.generations.fd)
-            self._listen()
-
-    def _listen(self) -> None:
-        """Ask for resets by other instances, and for chunks in several KV caches."""
-        if self.publications is None or self.client is None:
-            return
-        try:
-            self.client.listen(self.publications.instance)
-        except VCacheError as error:
-            log.debug("listen: %s", error)
+            shape = own.blocks, self.ranks, self.hashes, list(own.tables)
+            client.join(Join(own.instance, self.prefix, *shape), own.generations.fd)
+            client.heartbeat()
 
     def _check_announced(self) -> None:
         """Ask which announced chunks are gone."""

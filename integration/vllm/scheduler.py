@@ -178,14 +178,13 @@ class VCacheScheduler:
             return FOLLOW
         if wait is not None:
             probed = lookups.probed(tracked)
-            if probed is not None and waits.goes_on(tracked, probed):
-                return FOLLOW
-            if probed is not None:
+            if probed is not None and not waits.goes_on(tracked, probed):
                 lookups.forget(tracked)
-            elif tracked.lookup.question is None and (
+            elif tracked.lookup.question is not None:
+                if probed is not None:
+                    return FOLLOW
+            elif not waits.is_due(tracked) or lookups.probe(tracked, wait.probes):
                 # Without a server no question is sent, and the look-up ends the wait.
-                not waits.is_due(tracked) or lookups.probe(tracked, wait.probes)
-            ):
                 return FOLLOW
         answer = lookups.find(tracked, first)
         self._keep_junction(tracked, answer)
@@ -281,11 +280,14 @@ class VCacheScheduler:
                     self._stop_turn(tracked)
         return found
 
-    def _further(self) -> list[MoreBlocks]:
-        """What has come for open loads. Those whose requests no longer wait end."""
+    def _further(self, ask: bool) -> list[MoreBlocks]:
+        """What has come for open loads. Those whose requests no longer wait end. ask: read the
+        answers to the questions asked now, too."""
         told = list[MoreBlocks]()
         for name, tracked in list(self._open.items()):
             decision = self._decide(tracked) if tracked.wait.wait else MISS
+            if decision.again and ask and tracked.lookup.question is not None:
+                decision = self._decide(tracked)
             if decision.again:
                 continue
             if decision.wait is None:
@@ -302,7 +304,8 @@ class VCacheScheduler:
         meta.fresh = [load.blocks for load in self._loads]
         self._loads, self._cancelled = [], set()
         if self._open:
-            meta.more = self._further()
+            # A step that runs no model has the time to wait for the answers.
+            meta.more = self._further(ask=meta.idle)
         if self._given:
             for name in self._given.keys() - output.num_scheduled_tokens.keys():
                 meta.fresh += self._given[name].get_block_ids()
@@ -314,6 +317,14 @@ class VCacheScheduler:
             if self.publications is not None:
                 meta.instance = self.publications.instance
         return meta
+
+    def further(self) -> list[MoreBlocks]:
+        """What has come for open loads by now, asked between two steps. The worker must have the
+        loads of all steps."""
+        if not self._open or self._loads:
+            return []
+        self._learn()
+        return self._further(ask=True)
 
     def update(self, output: Any) -> None:
         """Handle the workers' reports after a step."""

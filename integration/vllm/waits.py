@@ -22,7 +22,7 @@ from .telemetry.stats import Meter
 
 log = logging.getLogger("vllm.vcache")
 
-AGAIN_SECONDS = 0.002
+AGAIN_SECONDS = 0.001
 """The time between two probes for a waiting request, each of some 20 us."""
 MOST_WAITING = 256
 """How many requests wait at once; further requests are computed. vLLM looks at every waiting

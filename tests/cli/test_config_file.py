@@ -9,6 +9,7 @@ import pytest
 from vcache_backend import config
 from vcache_backend.errors import MAX_LINE_CHARS, ConfigError
 
+SOCKET = "socket must be the absolute path of a file, 107 printable bytes at most, got "
 MISTAKES = {
     # names
     "pool:\n  device: host\n  nonsense: 1": "line 3: Object contains unknown field `nonsense` - at "
@@ -19,7 +20,7 @@ MISTAKES = {
     # values
     "client: {request_seconds: .nan}": "line 1: Expected `float` > 0.0 - at "
     "`$.client.request_seconds`",
-    "server: {max_chunks: 4e6}": "line 1: Expected `int`, got `str` - at `$.server.max_chunks`",
+    "pool: {max_ctas: 4e6}": "line 1: Expected `int`, got `str` - at `$.pool.max_ctas`",
     "server: {allow_uids: [-1]}": "line 1: Expected `int` >= 0 - at `$.server.allow_uids[0]`",
     "connector: {store: answers}": "Invalid enum value 'answers' - at `$.connector.store`; "
     "expected all or prompt",
@@ -27,20 +28,20 @@ MISTAKES = {
     "expected off or write_through",
     "offload:\n  mooncake:\n    devices: two\n    master: a": "line 4: master must be HOST:PORT",
     "# of mine\npool: {device: gpu0}": "line 2: device must be auto, host, ",
-    f"# of mine\nserver: {{socket: /{'x' * 108}}}": "line 2: socket must be a path of at most 107 ",
-    "server: {socket: ~/v.sock}": "line 1: socket must be a path without ~, got '~/v.sock'",
+    f"# of mine\nserver: {{socket: /{'x' * 108}}}": "line 2: socket must be the absolute path ",
+    "server: {socket: ~/v.sock}": f"line 1: {SOCKET}'~/v.sock'",
     "server: {metrics: '::1:9419'}": "line 1: metrics must be HOST:PORT",
-    "server: {socket: v.sock}": "line 1: socket must be an absolute path, got 'v.sock'",
+    "server: {socket: v.sock}": f"line 1: {SOCKET}'v.sock'",
     "pool:\n  segment_bytes: 8": "line 2: 8 without a unit is 8 B: write the unit, such as 8GiB",
     f"pool: {{device: {100_000 * 'x'}}}": "line 1: device must be auto, host, ",
-    "server:\n  max_clients: 9\npool:\n": "line 3: Expected `object`, got `null` - at `$.pool`",
+    "engine:\n  chunk_size: 9\npool:\n": "line 3: Expected `object`, got `null` - at `$.pool`",
     # what is no YAML of ours
     100_000 * "[": "not valid YAML: it is nested too deeply",
     100_000 * "{a: ": "not valid YAML: it is nested too deeply",
     "pool: {}\n---\npool: {}": "line 2: not valid YAML: expected a single document in the stream",
     "server:\n  1: 2": "line 2: not valid YAML: a key must be a name, got '1'",
-    "server: &a {max_clients: *a}": "Expected `int`, got `object` - at `$.server.max_clients`",
-    "server: {max_chunks: " + 5000 * "9" + "}": "not valid YAML: Exceeds the limit (4300 digits)",
+    "pool: &a {max_ctas: *a}": "Expected `int`, got `object` - at `$.pool.max_ctas`",
+    "pool: {max_ctas: " + 5000 * "9" + "}": "not valid YAML: Exceeds the limit (4300 digits)",
 }
 
 

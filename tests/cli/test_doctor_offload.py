@@ -53,7 +53,7 @@ def test_a_store_is_left_as_it_was_and_what_is_wrong_with_it_is_named(own_depot:
     own_depot.providers[0].kill()
     found = findings(config(master))
     assert (found[MASTER].status, found[PROVIDER].status) == ("ok", "fail")
-    assert found[PROVIDER].detail.startswith("1 MiB: put: ")
+    assert ": put: " in found[PROVIDER].detail
     assert "client_ttl" in found[PROVIDER].advice
 
 
@@ -87,7 +87,8 @@ def test_a_library_that_cannot_load_crashes_or_hangs_is_a_finding(
         (tmp_path / "libibverbs.so.1").write_bytes(b"")
         changed.setenv("LD_LIBRARY_PATH", str(tmp_path))
         found = findings(config(f"127.0.0.1:{free_ports(1)[0]}"))
-    assert (found[LIBRARY].status, found[LIBRARY].advice) == ("fail", "apt-get install libibverbs1")
+    assert found[LIBRARY].status == "fail"
+    assert found[LIBRARY].detail.endswith("; apt-get install libibverbs1")
     assert found.keys() & {MASTER, PROVIDER} == set()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     for text, seconds, said in (

@@ -16,8 +16,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from model import chunk_key
-from processes import SECONDS, Child, Raw, Stage, eventually, stage
+from processes import SECONDS, Child, Raw, Stage, eventually, running, stage
 
+from vcache_backend.metadata_server import processes
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol import sockets
 
@@ -90,7 +91,7 @@ def stage_(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 @pytest.fixture(scope="module")
 def server(stage_: Stage) -> Child:
     """One server for all these tests: it has to survive them all."""
-    return stage_.server(max_clients=2000)
+    return stage_.server()
 
 
 @pytest.fixture(scope="module")
@@ -234,15 +235,18 @@ def test_answers_nobody_reads_are_not_made(stage_: Stage, raw: Raw) -> None:
     assert [greedy.receive()[0] for _ in range(sent)] == ["present"] * sent
 
 
-def test_one_client_more_than_max_clients_is_turned_away_with_a_reason(alone: Stage) -> None:
-    alone.server(max_clients=2)
-    first, _ = alone.raw(), alone.raw()
-    third = alone.raw(hello=False)
-    # The server may have closed it before the hello comes.
-    gone = select.poll()
-    gone.register(third.socket, select.POLLRDHUP)
-    assert gone.poll(1000 * SECONDS)
-    assert "raise server.max_clients" in third.hello()[1]
-    assert third.closed()
-    first.close()
-    eventually(lambda: alone.raw(hello=False).hello({})[0] == "welcome")
+def test_one_client_more_than_there_are_descriptors_for_is_turned_away_with_a_reason(
+    alone: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "raise_descriptor_limit", lambda: 93)
+    with running(alone.path):
+        first, _ = alone.raw(), alone.raw()
+        third = alone.raw(hello=False)
+        # The server may have closed it before the hello comes.
+        gone = select.poll()
+        gone.register(third.socket, select.POLLRDHUP)
+        assert gone.poll(1000 * SECONDS)
+        assert "2 clients are connected; raise the limit" in third.hello()[1]
+        assert third.closed()
+        first.close()
+        eventually(lambda: alone.raw(hello=False).hello({})[0] == "welcome")

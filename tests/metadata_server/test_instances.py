@@ -349,12 +349,11 @@ def test_a_reset_forgets_what_was_computed_before_it(alone: Stage, reader: Clien
     assert found(reader) == 0
     # computed before, told after
     assert publish(owner, A, 3) == found(reader) == 0
-    epoch = owner.listen(A).epoch
+    epoch = owner.heartbeat().epoch
     assert publish(owner, A, 3, epoch=epoch) == found(reader) == 12
     told = [reader.find(find(3)), reader.find(find(1)), reader.present(instance_cases.keys(1))]
     assert {one.epoch for one in told} == {epoch} != {0}
-    with pytest.raises(Refused, match="this connection has shown no generations of it"):
-        reader.listen(A)
+    assert reader.heartbeat().epoch is None, "it is no scheduler"
 
 
 # ---- what others hold as well
@@ -380,20 +379,20 @@ def test_two_that_hold_a_chunk_hear_of_each_other_once(
     for client, name, count, first in ((a, A, 3, 0), (b, B, 2, BEHIND)):
         instance_cases.share(client, name, count, first)
     assert reader.find(find(1, 1, A)).copies == []
-    assert a.listen(A).copies == copies(B, 1, 0)
+    assert a.heartbeat().copies == copies(B, 1, 0)
     assert b.find(find(9, 1, B, start=9)).copies == copies(A, 1, 0)
-    assert a.listen(A).copies == b.listen(B).copies == []
+    assert a.heartbeat().copies == b.heartbeat().copies == []
     publish(b, B, 1, BEHIND + 8, 2)
     show(b, B, regions=2)  # another KV cache
-    assert a.listen(A).copies == []
-    assert b.listen(B).copies == copies(A, 2)
+    assert a.heartbeat().copies == []
+    assert b.heartbeat().copies == copies(A, 2)
     monkeypatch.setattr(ResidentDirectory, "MAX_COPIES", 2)
     alone.servers[0].close()
     with running(alone.path):
         a, b = alone.client(), alone.client()
         for client, name, first in ((a, A, 0), (b, B, BEHIND)):
             instance_cases.share(client, name, first=first)
-        assert a.listen(A).copies == copies(B, 1, 0)
+        assert a.heartbeat().copies == copies(B, 1, 0)
 
 
 def test_each_of_many_hears_of_another(alone: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,12 +402,12 @@ def test_each_of_many_hears_of_another(alone: Stage, monkeypatch: pytest.MonkeyP
         clients = [(alone.client(), instance_id(number)) for number in (1, 2, 3)]
         for client, name in clients:
             instance_cases.share(client, name, 1)
-            client.listen(name)
+            client.heartbeat()
         (last, name), silent = clients[2], {A, B}
         for number in range(200):
             show(last, name, regions=1 + number % 2)  # what was published is forgotten
             publish(last, name, 1)
-            silent -= {other for client, other in clients[:2] if client.listen(other).copies}
+            silent -= {other for client, other in clients[:2] if client.heartbeat().copies}
         assert not silent
 
 

@@ -24,7 +24,7 @@ def test_a_server_whose_path_leads_to_another_one_ends(stage_: Stage) -> None:
     assert f"{stage_.path} does not lead to this server any more (another socket is there)" in said
     assert "Traceback" not in said
     assert second.alive
-    assert stage_.raw().ask("list_segments") == ["segments", []]
+    assert stage_.raw().ask("list_segments") == ["segments", [], None, []]
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def test_without_descriptors_new_clients_wait_and_cost_nothing(stage_: Stage) ->
     for one in waiting:
         one.send("hello", m.PROTOCOL_VERSION, "host", "host", {})
     time.sleep(0.6)
-    assert raw.ask("list_segments") == ["segments", []]
+    assert raw.ask("list_segments") == ["segments", [], None, []]
     assert raw.ask("stats")[0] == "server_stats", "those are looked at just then"
     server.descriptors(limit=1000)
     assert all(one.receive()[0] == "welcome" for one in waiting)

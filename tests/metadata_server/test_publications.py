@@ -31,7 +31,7 @@ class Owner:
 
     def found(self, name: int, count: int, table: int = 0) -> int:
         hashes = prompt(count, name, 1)
-        found = self.known.follow(table, hashes, 0, count, LOOKS)
+        found, _ = self.known.follow(table, hashes, 0, count, LOOKS)
         assert len(b"".join(found.blocks)) == found.stop * m.NUMBER_BYTES
         return found.stop
 
@@ -134,7 +134,7 @@ def test_equal_blocks_stand_in_for_each_other(owners: type[Owner]) -> None:
     for run in runs:
         owner.known.publish(0, [run])
     for left in range(InstancePublications.MAX_ALIKE):
-        found = owner.known.follow(0, prompt(1, 100, 1), 0, 1, LOOKS)
+        found, _ = owner.known.follow(0, prompt(1, 100, 1), 0, 1, LOOKS)
         assert found.blocks == [numbers(left)]
         owner.table.void([left])
     assert (owner.found(100, 1), owner.known.named) == (0, {})

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from model import chunk_key
+from model import FakeClock, chunk_key
 from processes import PATIENT, Child, Raw, Stage, eventually, stage
+from server_cases import asked
 
 from vcache_backend.errors import MAX_LINE_CHARS
+from vcache_backend.metadata_server.processes import Peer, ProcessId
 from vcache_backend.metadata_server.report import MAX_COMPARED
-from vcache_backend.metadata_server.requests import Claims
+from vcache_backend.metadata_server.requests import Service
 from vcache_backend.metadata_server.slots import SLAB_SLOTS
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
@@ -73,7 +75,7 @@ def test_each_request_and_its_answer(stage_: Stage, worker: Raw, server: Child, 
     assert isinstance(epoch, int)
     assert worker.hello()[::2] == ["error", False]
     segment = ["s0", "host", "host", 4096, 0, 0, 0, "live"]
-    assert worker.ask("list_segments") == ["segments", [segment]]
+    assert worker.ask("list_segments") == ["segments", [segment], None, []]
     assert worker.ask("open_segment", "s0") == ["opened", segment]
     assert os.fstat(worker.fds[-2]).st_ino == os.fstat(memfd).st_ino
     assert os.fstat(worker.fds[-1]).st_ino == os.fstat(worker.fds[0]).st_ino
@@ -103,7 +105,7 @@ def test_each_request_and_its_answer(stage_: Stage, worker: Raw, server: Child, 
     cleared = [worker.ask("clear", space) for space in (b"another!", b"namespac", b"")]
     assert cleared == [["count", 0], ["count", 1], ["count", 0]]
     assert worker.ask("report", "info", "all is well") == ["count", 1]
-    assert worker.ask("drop_segment", "s0") == ["dropped", 0, True]
+    assert worker.ask("drop_segment", "s0") == ["count", 0]
     eventually(lambda: not any("vcache-test" in name for name in server.fds()))
     assert worker.ask("drop_segment", "s0")[0] == worker.ask("open_segment", "s0")[0] == "error"
 
@@ -130,7 +132,7 @@ def test_a_dropped_segment_is_the_one_handed_out(worker: Raw, server: Child, mem
     for message in (["open_segment", "s0"], ["drop_segment", "s0"]):
         worker.send(*message)
     opened, dropped = worker.receive(), worker.receive()
-    assert (opened[0], dropped) == ("opened", ["dropped", 0, True])
+    assert (opened[0], dropped) == ("opened", ["count", 0])
     assert os.fstat(worker.fds[-2]).st_ino == os.fstat(memfd).st_ino
     eventually(lambda: not any("vcache-test" in name for name in server.fds()))
 
@@ -193,13 +195,19 @@ def test_a_look_up_of_too_many_keys_and_ranks_is_refused_with_its_size(worker: R
     assert worker.ask("find", A[:8], hashes, 1, 0, 8)[:4] == ["found", 0, 0, b""]
 
 
-# ---- the process
-
-
 def test_a_claim_keeps_others_from_lending_the_same_bytes_for_a_while() -> None:
-    claims = Claims()
-    assert [claims.grant(client, "gpu-0", 100, 0.0) for client in (1, 2)] == [100, 0]
-    assert claims.grant(2, "gpu-1", 100, 0.0) == 100
-    assert claims.grant(3, "gpu-0", 100, 121) == 100
-    claims.end(3)
-    assert claims.grant(2, "gpu-0", 60, 121) == 60
+    clock = FakeClock()
+    service = Service(1, now=clock)
+    first, second, third = (Peer(n, ProcessId(n, n), "gpu-0", "host") for n in range(3))
+    other = Peer(3, ProcessId(3, 3), "gpu-1", "host")
+    for peer in (first, second, third, other):
+        service.layouts.add(peer, {})
+
+    def lend(peer: Peer, nbytes: int = 100) -> m.Reply:
+        return asked(service, peer, m.Lend(nbytes))
+
+    assert [lend(peer) for peer in (first, second, other)] == list(map(m.Count, (100, 0, 100)))
+    clock.now += 121
+    assert [lend(peer) for peer in (third, first)] == [m.Count(100), m.Count(0)]
+    service.disconnect(third)
+    assert lend(second, 60) == m.Count(60)

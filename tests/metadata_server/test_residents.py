@@ -518,7 +518,7 @@ def test_a_hit_ends_where_all_tables_have_what_it_needs(
     tables: list[m.BlockTable], limit: int, here: Blocks, end: int
 ) -> None:
     search, there = searched(tables, here)
-    assert search.best(limit, [(IDS[0], there)])[0] == end
+    assert search.best(limit, [there])[0] == end
 
 
 def searched(
@@ -558,5 +558,5 @@ def test_few_blocks_are_looked_for_where_few_ends_are() -> None:
     tables = [FULL, WINDOW, m.BlockTable("window", 1, 9)]
     every = {1: set(range(9)), 2: set(range(9))}
     search, there = searched(tables, every, 8192)
-    assert search.best(8192, [(IDS[0], there)])[0] == 9
+    assert search.best(8192, [there])[0] == 9
     assert search.left > MAX_LOOKS - 2 * 8192 // COMPARED

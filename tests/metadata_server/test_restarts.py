@@ -63,7 +63,7 @@ def test_a_segment_that_another_server_may_use_is_not_taken(stage_: Stage, memfd
         raw = stage_.raw()
         again = ["add_segment", "s0", "host", "host", 4 * KIB, True]
         assert "has not ended" in raw.ask(*again, fds=(memfd, table))[1]
-        assert raw.ask("list_segments") == ["segments", []]
+        assert raw.ask("list_segments") == ["segments", [], None, []]
     server.expect("does not lead to this server any more")
     eventually(lambda: raw.ask(*again, fds=(memfd, table))[0] == "added")
     assert raw.ask("contains", [A])[1] == [True]
@@ -76,7 +76,7 @@ def test_what_cannot_be_a_table_ends_no_server(stage_: Stage, memfd: int) -> Non
         with Raw(stage_.path) as raw:
             refused = raw.ask("add_segment", "s0", "host", "host", 4 * KIB, True, fds=(memfd, fd))
             assert (refused[0], refused[2]) == ("error", False)
-            assert raw.ask("list_segments") == ["segments", []]
+            assert raw.ask("list_segments") == ["segments", [], None, []]
     for fd in strange[1:]:
         os.close(fd)
 

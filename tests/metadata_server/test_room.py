@@ -25,10 +25,10 @@ MANY = 10_000
 class Pool:
     """A directory, and its tables as clients hold them."""
 
-    def __init__(self, **more: int) -> None:
+    def __init__(self) -> None:
         self.clock, self.fds = FakeClock(), dict[str, int]()
         self.backlog = Backlog()
-        self.directory = Directory(self.clock, 30.0, self.backlog, Counter(), **more)
+        self.directory = Directory(self.clock, 30.0, self.backlog, Counter())
 
     def add(self, name: str, nbytes: int, device: str = "gpu-0", medium: m.Medium = "cuda") -> None:
         info = m.SegmentInfo(m.SegmentId(name), device, medium, nbytes)
@@ -98,7 +98,8 @@ def test_a_slab_changes_its_size_for_chunks_of_another_one() -> None:
 
 
 def test_no_more_chunks_than_there_may_be() -> None:
-    pool = Pool(max_chunks=3)
+    pool = Pool()
+    pool.directory.room.MAX_CHUNKS = 3
     pool.add("s", 64 * KIB)
     assert pool.store(0, 1, 2) == ["s"] * 3
     assert pool.store(3) == ["s"]

@@ -18,8 +18,8 @@ from vcache_backend.protocol.generation_table import mapped
 A, B = instance_id(1), instance_id(2)
 WRONG: dict[str, Callable[[Path], int]] = {
     "not sealed against shrinking": lambda path: make_memfd(2 * 4096, seals=False),
-    "but one of 64 blocks has 8,192": lambda path: make_table(A, 513),
-    f"of instance {B.hex()} with 64 blocks": lambda path: make_table(B, 64),
+    "it has 513 generations of": lambda path: make_table(A, 513),
+    f"64 generations of {B.hex()}": lambda path: make_table(B, 64),
     "not a memfd but a plain file": lambda path: os.open(path / "x", os.O_RDWR | os.O_CREAT),
 }
 

@@ -17,7 +17,7 @@ from processes import PATIENT, QUICK, Stage, eventually
 
 from vcache_backend.errors import LayoutError
 from vcache_backend.protocol.messages import CacheShape, InstanceStats, LayerKind
-from vcache_backend.resident.own_cache import OwnCache, cache_shape, check_shape
+from vcache_backend.resident.own_cache import cache_shape, check_shape, show_cache
 from vcache_backend.vram_pool.copies.geometry import PagedKV
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.exports import Region
@@ -129,7 +129,7 @@ def test_a_server_that_refuses_a_cache_is_heard_and_asked_again(
     client, wrong = stage_.client(QUICK), list(cache.regions[:1])
     beats: list[int] = []
     client.on_beat.append(lambda: beats.append(1))
-    shown = OwnCache(client, ONE, 0, shape, wrong)
+    shown = show_cache(client, ONE, 0, shape, wrong)
     assert f"show_cache {ONE.hex()}: 1 fds came along; its 2 regions" in shown.trouble
     eventually(lambda: len(beats) > 2)
     assert caplog.text.count("this KV cache is not shared in place") == 1
@@ -140,7 +140,7 @@ def test_a_server_that_refuses_a_cache_is_heard_and_asked_again(
 
 def test_what_was_closed_stays_hidden(stage_: Stage, cache: SharedCache, shape: CacheShape) -> None:
     first, client = stage_.server(), stage_.client(QUICK)
-    shown, before = OwnCache(client, ONE, 0, shape, cache.regions), client.connections_lost
+    shown, before = show_cache(client, ONE, 0, shape, cache.regions), client.connections_lost
     shown.close()
     shown.close()
     first.kill()

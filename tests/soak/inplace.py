@@ -29,10 +29,11 @@ from vcache_backend.protocol.messages import (
     Find,
     Found,
     InstanceId,
+    Join,
     ResidentRun,
 )
 from vcache_backend.resident.mappings import Neighbours, Tables
-from vcache_backend.resident.own_cache import OwnCache, cache_shape
+from vcache_backend.resident.own_cache import cache_shape, show_cache
 from vcache_backend.transfer.keys import TokenHasher
 from vcache_backend.transfer.load import Load
 from vcache_backend.transfer.places import BlockPlaces
@@ -107,6 +108,12 @@ class Written:
     def reached(self) -> bool:
         return self.over
 
+    def wait(self, timeout_s: float) -> bool:
+        until = time.monotonic() + timeout_s
+        while not self.over and time.monotonic() < until:
+            time.sleep(0.001)
+        return self.over
+
 
 class Instance(Living):
     """The KV cache of an instance, its blocks, and its name at the server."""
@@ -132,7 +139,7 @@ class Instance(Living):
             self._join()
         regions = exportable.allocations()
         shown = cache_shape(self.kv, regions, self.session.device)
-        self.shown = OwnCache(self.client, self.instance, 0, shown, regions)
+        self.shown = show_cache(self.client, self.instance, 0, shown, regions)
         self.publisher = Publisher(self.client, self.session.stats, self.instance, 0, BLOCKS)
         self.hasher = TokenHasher(self.session.namespace, CHUNK_TOKENS)
 
@@ -143,15 +150,15 @@ class Instance(Living):
 
     def _join(self) -> None:
         prefix = self.session.namespace.prefix
-        self.client.join(
-            self.instance, prefix, BLOCKS, 1, EACH, [BlockTable("full")], self.table.fd
-        )
+        full = [BlockTable("full")]
+        self.client.join(Join(self.instance, prefix, BLOCKS, 1, EACH, full), self.table.fd)
 
     def _listen(self) -> None:
         """Ask for the namespace's epoch; publications of another epoch are refused. The server also
         raises the epoch by itself, if it may have missed a reset."""
         with suppress(VCacheError):
-            self._heard = self.client.listen(self.instance).epoch
+            heard = self.client.heartbeat().epoch
+            self._heard = self._heard if heard is None else heard
 
     def learn(self) -> None:
         """Void what was computed before a reset."""

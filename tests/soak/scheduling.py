@@ -47,7 +47,7 @@ from vcache_backend.integration.vllm.metadata import (
 from vcache_backend.integration.vllm.model.spec import ShardSpec
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import CacheShape, LayerKind, Publish
-from vcache_backend.resident.own_cache import OwnCache
+from vcache_backend.resident.own_cache import show_cache
 from vcache_backend.vram_pool.exports import HostExportable
 
 CHUNK = 256
@@ -229,7 +229,7 @@ class Planned:
             regions=[region.nbytes for region in regions],
         )
         self.name = self.half.publications.instance
-        undo.callback(OwnCache(client, self.name, 0, shape, regions).close)
+        undo.callback(show_cache(client, self.name, 0, shape, regions).close)
 
     # ---- steps
 

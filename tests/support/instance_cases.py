@@ -31,8 +31,7 @@ def make_table(instance: bytes, blocks: int = 64, generation: int = 2) -> int:
     """A generation table's memfd, in which all blocks have this generation: nobody can write."""
     fd, memory = sealed("test", generation_table.nbytes(blocks), generation_table.SEALS)
     with memory:
-        header = generation_table.MAGIC, generation_table.VERSION, 0, instance, blocks
-        generation_table.HEADER.pack_into(memory, 0, *header)
+        memory[: generation_table.HEADER.size] = generation_table.header(instance, blocks)
         memory[mmap.PAGESIZE : mmap.PAGESIZE + 8 * blocks] = counts(*[generation] * blocks)
     return fd
 
@@ -107,7 +106,8 @@ def join(
     """Show a table, as a scheduler does."""
     table = make_table(name, blocks)
     try:
-        client.join(name, NAMESPACE, blocks, ranks, each, tables, table)
+        named = m.InstanceId(name)
+        client.join(m.Join(named, NAMESPACE, blocks, ranks, each, list(tables)), table)
     finally:
         os.close(table)
 

@@ -23,9 +23,9 @@ from processes import PATIENT, SECONDS, Stage, Worker, eventually, with_torch
 from vcache_backend import seals
 from vcache_backend.config import ClientConfig
 from vcache_backend.protocol.client import Client
-from vcache_backend.protocol.messages import BlockTable, InstanceId, ResidentRun
+from vcache_backend.protocol.messages import BlockTable, InstanceId, Join, ResidentRun
 from vcache_backend.resident.mappings import Neighbour, Neighbours, Tables
-from vcache_backend.resident.own_cache import OwnCache, cache_shape
+from vcache_backend.resident.own_cache import cache_shape, show_cache
 from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.copies.copier import Completion, Copier, CopyJob, HostCopier
 from vcache_backend.vram_pool.copies.geometry import PagedKV
@@ -154,11 +154,11 @@ class Owner:
             self.join()
         if rank is not None:
             shape = cache_shape(self.cache.kv, self.cache.regions, where)
-            self.shown = OwnCache(self.client, name, rank, shape, self.cache.regions)
+            self.shown = show_cache(self.client, name, rank, shape, self.cache.regions)
 
     def join(self) -> None:
         size = self.table.blocks, self.ranks, self.each
-        self.client.join(self.name, NAMESPACE, *size, TABLES, self.table.fd)
+        self.client.join(Join(InstanceId(self.name), NAMESPACE, *size, TABLES), self.table.fd)
 
     def write(self, blocks: Sequence[int], value: int) -> list[int]:
         """As vLLM does: the blocks are handed out, a step is planned, and they are written. Their

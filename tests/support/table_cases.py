@@ -21,8 +21,8 @@ from vcache_backend.config import ClientConfig
 from vcache_backend.integration.vllm.model import groups
 from vcache_backend.integration.vllm.worker.exporter import Exporter
 from vcache_backend.protocol.client import Client
-from vcache_backend.protocol.messages import InstanceId, ResidentRun
-from vcache_backend.resident.own_cache import OwnCache, cache_shape
+from vcache_backend.protocol.messages import InstanceId, Join, ResidentRun
+from vcache_backend.resident.own_cache import cache_shape, show_cache
 from vcache_backend.vram_pool.generations import Generations
 
 BLOCKS, BLOCK = 64, 16
@@ -155,8 +155,8 @@ class Owner(Tables):
         self.table = Generations(name, BLOCKS)
         sizes = [group.kv_cache_spec.block_size for group in self.config.kv_cache_groups]
         shared = [group.table(min(sizes)) for group in self.groups.all]
-        self.client.join(name, NAMESPACE, BLOCKS, 1, 4, shared, self.table.fd)
-        self.shown = OwnCache(self.client, name, 0, self.shape, [self.region])
+        self.client.join(Join(InstanceId(name), NAMESPACE, BLOCKS, 1, 4, shared), self.table.fd)
+        self.shown = show_cache(self.client, name, 0, self.shape, [self.region])
 
     def write(self, table: int, blocks: Sequence[int]) -> tuple[ResidentRun, list[list[bytes]]]:
         """As vLLM does: the blocks are handed out, a step is planned, and they are written. As

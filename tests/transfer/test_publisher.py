@@ -19,7 +19,7 @@ from processes import QUICK, SECONDS, eventually
 
 from vcache_backend.errors import ServerTimeout, VCacheError
 from vcache_backend.protocol.client import Client
-from vcache_backend.protocol.messages import HASH_BYTES, BlockRun, Find, Found, Publish
+from vcache_backend.protocol.messages import HASH_BYTES, BlockRun, Find, Found, Join, Publish
 from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.stats import EngineStats
 
@@ -39,6 +39,12 @@ class Step:
             raise VCacheError("the device failed")
         return self.over
 
+    def wait(self, timeout_s: float) -> bool:
+        until = time.monotonic() + timeout_s
+        while not (over := self.reached()) and time.monotonic() < until:
+            time.sleep(0.0001)
+        return over
+
 
 class Owner(neighbour_cases.Owner):
     """A worker with its publisher, and a scheduler that joins when a test wants it to; all in this
@@ -52,7 +58,9 @@ class Owner(neighbour_cases.Owner):
         self.publisher = Publisher(self.client, self.stats, NAME, 0, self.table.blocks, **more)
 
     def join(self) -> None:
-        self.scheduler.join(NAME, NAMESPACE, self.table.blocks, 1, EACH, TABLES, self.table.fd)
+        self.scheduler.join(
+            Join(NAME, NAMESPACE, self.table.blocks, 1, EACH, TABLES), self.table.fd
+        )
 
     def publish(self, number: int, step: Step, epoch: int = 0, soon: bool = True) -> BlockRun:
         """The two blocks of run `number`, which are no other's."""

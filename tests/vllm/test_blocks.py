@@ -20,7 +20,7 @@ from vcache_backend.integration.vllm.blocks import NUMBERS, KVBlocks
 from vcache_backend.integration.vllm.evictions import Duplicates
 from vcache_backend.integration.vllm.publications import Publications
 from vcache_backend.integration.vllm.requests import DEFAULT, StoreState, Tracked
-from vcache_backend.protocol.messages import COPY, BlockTable, Copies, Heard, InstanceId
+from vcache_backend.protocol.messages import COPY, BlockTable, Copies, InstanceId, Segments
 from vcache_backend.vram_pool.generations import Generations, GenerationView
 
 OWNER, BLOCKS, EACH = b"o" * 16, 12, 2
@@ -84,7 +84,7 @@ class Watched:
         """
         here = int(self.seen.counters[own % BLOCKS])
         copy = COPY.pack(own, here, first, block, generation)
-        self.publications.hear(Heard(0, [Copies(InstanceId(OWNER), copy)]))
+        self.publications.hear(Segments([], 0, [Copies(InstanceId(OWNER), copy)]))
         self.duplicates.learn()
 
     def end(self, tracked: Tracked, blocks: list[Any]) -> None:

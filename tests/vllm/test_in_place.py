@@ -32,6 +32,7 @@ from vcache_backend.protocol.messages import (
     BlockTable,
     ChunkKey,
     InstanceId,
+    Join,
 )
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.generations import Generations
@@ -70,7 +71,7 @@ class Sharing:
         undo.callback(self.table.close)
         prefix = self.session.namespace.prefix
         tables = [BlockTable("full")]
-        self.client.join(name, prefix, self.table.blocks, 1, 2, tables, self.table.fd)
+        self.client.join(Join(name, prefix, self.table.blocks, 1, 2, tables), self.table.fd)
         self.in_place.show(self.session, name)
         self.keys = [ChunkKey(prefix + os.urandom(16) + b"\0\0") for _ in range(4)]
         self.epoch = self.client.present(self.keys).epoch

@@ -103,7 +103,7 @@ def hear(engine: Engine) -> None:
     """What the next heartbeat brings."""
     client = engine.half.context.client
     assert client is not None
-    client.listen(engine.half.publications.instance)
+    client.heartbeat()
 
 
 def take_more(engine: Engine, more: int = 3) -> None:

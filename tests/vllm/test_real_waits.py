@@ -10,11 +10,23 @@ from typing import Any
 import pytest
 import vllm_cases
 from processes import eventually
-from vllm_cases import CHUNK, FOREVER, PULL, QUICK, Answer, Instance, Node, meddled, new_tokens
+from vllm_cases import (
+    CHUNK,
+    FOREVER,
+    PULL,
+    QUICK,
+    Answer,
+    Instance,
+    Node,
+    Prompt,
+    meddled,
+    new_tokens,
+)
 
 pytestmark = vllm_cases.needs_vllm
 SMALL_STEPS = {"max_num_batched_tokens": 2 * CHUNK, "max_num_seqs": 4}
 LONG = 10 * CHUNK + 5
+UPDATE = "vcache_backend.integration.vllm.scheduler:VCacheScheduler.update"
 
 
 def started(here: Node, name: str, share: str) -> Instance:
@@ -189,11 +201,16 @@ def opens(here: Node, owner: Instance, tokens: list[int], chunks: int = 6) -> No
     eventually(lambda: pulls(here.b, 1))
 
 
-def pulls(instance: Instance, steps: int) -> int:
-    """So many copies of loads begin in these steps, in which nothing ends."""
-    instance.ask("meddle", PULL, "count", None, FOREVER)
+def calls(instance: Instance, place: str, steps: int) -> int:
+    """So often this is called in these steps, in which nothing ends."""
+    instance.ask("meddle", place, "count", None, FOREVER)
     assert instance.step(steps) == {}
-    return int(instance.ask("leave_alone")[PULL])
+    return int(instance.ask("leave_alone")[place])
+
+
+def pulls(instance: Instance, steps: int) -> int:
+    """So many copies of loads begin."""
+    return calls(instance, PULL, steps)
 
 
 @once
@@ -214,6 +231,35 @@ def test_half_of_a_prefix_is_loaded_while_the_rest_is_computed(here: Node) -> No
     alike(here, done["second"], 10 * CHUNK, tokens)
     assert here.b.counter("vllm:vcache_loaded_tokens") - before == 10 * CHUNK
     assert here.b.counter("vllm:vcache_recomputed_tokens") == lost
+
+
+@once
+def test_every_step_without_a_model_run_is_reported(here: Node) -> None:
+    """With asynchronous scheduling reports come a step late. What ends until then is added."""
+    tokens = new_tokens(LONG)
+    opens(here, here.a, tokens)
+    assert calls(here.b, UPDATE, 3) == 3
+    here.a.finish("first")
+    here.b.finish("second")
+
+
+@once
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_comes_last_is_asked_for_copied_and_proved_in_one_step(
+    here: Node, beside: bool
+) -> None:
+    """Also beside a request that computes."""
+    tokens = new_tokens(LONG)
+    opens(here, here.a, tokens)
+    if beside:
+        here.b.add("beside", new_tokens(5), max_tokens=20)
+    here.a.finish("first")
+    assert here.a.ask("told")
+    assert here.b.step(1) == {}
+    answer = here.b.step(Prompt(tokens).max_tokens)["second"]
+    alike(here, answer, 10 * CHUNK, tokens)
+    if beside:
+        here.b.finish("beside")
 
 
 @once

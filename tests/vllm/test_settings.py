@@ -53,7 +53,8 @@ MIN_HIT = f"{EXTRA}Object contains unknown field `min_hit` - at `$.connector`"
         ({"config": False}, "config: Expected the path of a YAML file, got False"),
         (
             {"server": {"socket": "run/vcache.sock"}},
-            "socket must be an absolute path, got 'run/vcache.sock'",
+            "socket must be the absolute path of a file, 107 printable bytes at most, got "
+            "'run/vcache.sock'",
         ),
     ],
     ids=str,

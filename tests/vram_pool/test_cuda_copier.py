@@ -261,6 +261,19 @@ def test_a_load_comes_after_the_work_before_its_mark() -> None:
 
 
 @pytest.mark.gpu
+def test_who_waits_for_a_mark_waits_for_the_work_before_it() -> None:
+    room = Room()
+    torch.cuda._sleep(LONG)
+    mark = room.copier.mark()
+    torch.cuda._sleep(LONG)
+    model_run = torch.cuda.current_stream().record_event()
+    assert not mark.reached()
+    assert mark.wait(10)
+    assert mark.reached()
+    assert not model_run.query()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("early", [False, True])
 def test_a_load_does_not_wait_for_what_comes_after_its_mark(early: bool) -> None:
     """A model run of any length does not hold up a load. early: nor does what comes before it, nor

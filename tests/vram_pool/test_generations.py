@@ -18,7 +18,6 @@ from processes import Worker, eventually, nursery
 
 from vcache_backend.errors import SegmentError
 from vcache_backend.seals import FUTURE_WRITE
-from vcache_backend.vram_pool import generations
 from vcache_backend.vram_pool.generations import SEALS, Generations, GenerationView
 
 ME = bytes(range(16))
@@ -88,7 +87,7 @@ def forged(kind: str) -> Iterator[int]:
     os.ftruncate(fd, mmap.PAGESIZE if kind == "short" else 2 * mmap.PAGESIZE)
     version, count = 2 if kind == "version" else 3, BLOCKS - (kind == "count")
     owner = OTHER if kind == "owner" else ME
-    os.pwrite(fd, struct.pack("<8sII16sQ", generations.MAGIC, version, 0, owner, count), 0)
+    os.pwrite(fd, struct.pack("<8sII16sQ", b"vcache-g", version, 0, owner, count), 0)
     missing = FUTURE_WRITE if kind == "writable" else 0
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS & ~missing)
     try:
@@ -101,10 +100,10 @@ def forged(kind: str) -> Iterator[int]:
     ("kind", "message"),
     [
         ("writable", "others' writing .it has 0x7, needs 0x17"),
-        ("short", "holds 4,096 B, but one of 64 blocks has 8,192"),
-        ("version", r"begins with b'vcache-g', version 2, not b'vcache-g', 3"),
-        ("count", "with 63 blocks, not of .* with 64"),
-        ("owner", f"of instance {OTHER.hex()} with 64 blocks, not of {ME.hex()} with 64"),
+        ("short", "has 4,096 B, and 64 generations need 8,192"),
+        ("version", "b'vcache-g' 2; expected are .* b'vcache-g' 3"),
+        ("count", "it has 63 generations of .* expected are 64"),
+        ("owner", f"64 generations of {OTHER.hex()}, .* are 64 of {ME.hex()}"),
     ],
 )
 def test_what_is_no_table_is_refused_with_why_and_leaves_nothing(kind: str, message: str) -> None:

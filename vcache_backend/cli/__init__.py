@@ -190,10 +190,8 @@ def drop_segment(
     from vcache_backend.protocol.messages import SegmentId
 
     with command.client(config_file, socket) as client:
-        dropped = client.drop_segment(SegmentId(segment))
-    typer.echo(f"{segment}: {dropped.chunks:,} chunks forgotten")
-    goes = "gone" if dropped.gone else "goes when its last readers and writers end"
-    typer.echo(f"{segment}: {goes}")
+        chunks = client.drop_segment(SegmentId(segment))
+    typer.echo(f"{segment}: {chunks:,} chunks forgotten")
 
 
 # ---- configuration

@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 import platform
-import re
 import secrets
 import sys
 import time
@@ -23,14 +22,13 @@ import msgspec
 
 from vcache_backend import proofs
 from vcache_backend.config import ByteSize, ClientConfig, Config, left_out, whole
-from vcache_backend.errors import ConfigError, SegmentError, VCacheError
+from vcache_backend.errors import SegmentError, VCacheError
 from vcache_backend.offload.process import (
     FULL,
     INSTALL,
     STORED,
     OffloadProcess,
     StoreDown,
-    StoreLost,
 )
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import PROTOCOL_VERSION
@@ -39,6 +37,14 @@ from vcache_backend.supported import MOONCAKE, PACKAGES, VLLM, numbers
 from vcache_backend.vram_pool import cuda_driver, devices
 
 LIBRARY, MASTER, PROVIDER = "mooncake library", "mooncake master", "mooncake provider"
+_ADVICE = {
+    LIBRARY: f"install what it names, or the library anew: {INSTALL}",
+    MASTER: (
+        "start mooncake_master there (here `vcache mooncake`), or set offload.mooncake.master; if "
+        "it runs, check that this is its rpc_port, that it does not hang, and your firewalls"
+    ),
+    PROVIDER: "check that all providers run; dead ones are forgotten after client_ttl, 10 s",
+}
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -249,6 +255,7 @@ def check_offload(config: Config) -> Iterator[Finding]:
 def check_store(config: Config) -> Iterator[Finding]:
     """Put a small object into the store, read it and remove it."""
     mooncake, check = config.offload.mooncake, LIBRARY
+    where = f"Mooncake at {mooncake.master}"
     with ExitStack() as undo:
         fd = os.memfd_create("vcache-doctor", os.MFD_CLOEXEC)
         undo.callback(os.close, fd)
@@ -263,23 +270,8 @@ def check_store(config: Config) -> Iterator[Finding]:
             yield ok(MASTER, f"{mooncake.master} answers")
             check = PROVIDER
             yield _provider(call, fd)
-        except ConfigError as error:
-            detail, _, advice = str(error).rpartition("; ")
-            yield fail(check, detail, advice)
-        except StoreDown as error:
-            yield _down(check, mooncake.master, error)
-
-
-def _down(check: str, master: str, error: StoreDown) -> Finding:
-    if check == LIBRARY:
-        return fail(check, str(error), f"install it anew: {INSTALL}")
-    if check == PROVIDER:
-        advice = "check that all providers run; dead ones are forgotten after client_ttl, 10 s"
-        return fail(check, f"1 MiB: {error}", advice)
-    advice = "start mooncake_master there, or set offload.mooncake.master; here `vcache mooncake`"
-    if isinstance(error, StoreLost) or re.search("timed out|was killed", str(error)):
-        advice = "check that this is its rpc_port, that it does not hang, and your firewalls"
-    return fail(check, f"{master}: {error}", advice)
+        except VCacheError as error:
+            yield fail(check, f"{where}: {error}", _ADVICE[check])
 
 
 def _provider(call: partial[Any], fd: int) -> Finding:

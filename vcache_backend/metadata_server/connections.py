@@ -109,11 +109,11 @@ class Clients:
         service: Service,
         watch: Watch,
     ) -> None:
-        """most: for how many clients there are descriptors."""
+        """most: for how many clients there are descriptors; 4,096 are the most."""
         self.spin_until = 0.0
         few, many = (0.005, 1.0) if config.spin_seconds is None else 2 * (config.spin_seconds,)
         self._spin_seconds = sockets.spin(few, many)
-        self._most, self._uids = min(config.max_clients, most), {os.getuid(), 0, *config.allow_uids}
+        self._most, self._uids = min(most, 4096), {os.getuid(), 0, *config.allow_uids}
         self._listener, self._epoll, self._service, self._watch = listener, epoll, service, watch
         self._numbers, self._listens, self._complained = count(1), False, False
         self._connections: dict[int, Connection] = {}
@@ -196,8 +196,7 @@ class Clients:
             allowed = "its own user and root; add the uid to server.allow_uids to let it in"
             return f"uid {uid} may not use the server of uid {os.getuid()}, which serves {allowed}"
         if len(self._connections) >= self._most:
-            what = "server.max_clients, and the limit of descriptors (ulimit -n)"
-            return f"{self._most} clients are connected; raise {what}"
+            return f"{self._most} clients are connected; raise the limit of descriptors (ulimit -n)"
         return ""
 
     def _serve(self, connection: Connection) -> None:

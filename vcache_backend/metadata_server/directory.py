@@ -83,14 +83,13 @@ class Directory:
         resets: Resets | None = None,
         keep: Callable[[Resets], None] = lambda resets: None,
         on_reset: Callable[[bytes], None] = lambda namespace: None,
-        max_chunks: int = 4_000_000,
     ) -> None:
         """resets: of earlier servers. keep: called with all resets, to keep them for the next
         server. on_reset: called after a namespace was reset or cleared; b"": all."""
         self._now, self._write_seconds = now, write_seconds
         self._backlog, self.counters = backlog, counters
         self._keep, self._on_reset = keep, on_reset
-        self.room = Room(now, counters, max_chunks)
+        self.room = Room(now, counters)
         self.regions, self.chunks = self.room.regions, self.room.chunks
         """While a sweep runs, some chunks do not count any more."""
         self._ids = count()
@@ -190,9 +189,12 @@ class Directory:
         self.room.use(keys[:first], places[:first], self._now() + seconds if seconds else 0.0)
         return runs
 
-    def touch(self, keys: list[m.ChunkKey]) -> int:
-        """Make chunks recent, the first most of all. Returns how many are in the pool."""
-        return len(self._touched(keys))
+    def touch(self, keys: list[m.ChunkKey]) -> set[m.ChunkKey]:
+        """Make chunks recent, the first most of all. Returns those that are in the pool."""
+        pairs = zip(keys, self.places(keys), strict=True)
+        here = {key: place for key, place in pairs if place is not None}
+        self.room.use(list(here), list(here.values()))
+        return set(here)
 
     # ---- writing
 
@@ -201,7 +203,7 @@ class Directory:
         key gets a refusal instead if its chunk is here or being written, or if it comes after the
         first `MAX_SLOTS` new ones."""
         size, epoch = padded(nbytes), self.epoch(keys)
-        here = self._touched(keys)  # recent, so that they are not evicted for the others
+        here = self.touch(keys)  # recent, so that they are not evicted for the others
         new = [key for key in dict.fromkeys(keys) if key not in here and key not in self._pending]
         for key in filter(self.chunks.__contains__, new):  # of before a reset
             self.room.evict(key)
@@ -351,13 +353,6 @@ class Directory:
             array("Q", [generations[at] for at in slots]).tobytes(),
         )
         return m.SlotRun(first, region.id, base, place.offset, place.slot_bytes, *packed)
-
-    def _touched(self, keys: list[m.ChunkKey]) -> set[m.ChunkKey]:
-        """Make chunks recent, the first most of all. Returns those that are in the pool."""
-        pairs = zip(keys, self.places(keys), strict=True)
-        here = {key: place for key, place in pairs if place is not None}
-        self.room.use(list(here), list(here.values()))
-        return set(here)
 
     def _refusal(self, client: Peer, nbytes: int) -> tuple[m.Refusal | None, str]:
         """Explain why no chunk of this size can get a slot now; (None, "") if a chunk can."""

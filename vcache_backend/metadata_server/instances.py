@@ -142,10 +142,9 @@ class InstanceRegistry:
         self._changed(instance)
         return m.Count(count)
 
-    def owns(self, client: Peer, instance: m.InstanceId, rank: int) -> bool:
-        """Whether this connection shows this part."""
-        part = self._part(instance, rank)
-        return part is not None and part.peer.id == client.id
+    def scheduled_by(self, client: Peer) -> m.InstanceId | None:
+        """The instance whose scheduler this connection is."""
+        return next((id_ for id_ in self._of if self._owns(client, id_, m.SCHEDULER)), None)
 
     # ---- published
 
@@ -153,16 +152,9 @@ class InstanceRegistry:
         """Publish blocks of the rank that this connection shows."""
         if request.instance not in self._of:
             return m.Count(0)
-        if not self.owns(client, request.instance, request.rank):
+        if not self._owns(client, request.instance, request.rank):
             raise Refused(f"this connection has shown no cache of its rank {request.rank}")
         return m.Count(self._residents.publish(request))
-
-    def listens(self, client: Peer, instance: m.InstanceId) -> bytes:
-        """Return the instance's namespace. Refuse any client but the instance's scheduler."""
-        join = self._of[instance].join if self.owns(client, instance, m.SCHEDULER) else None
-        if join is None:
-            raise Refused("this connection has shown no generations of it")
-        return join.namespace
 
     # ---- opened
 
@@ -230,6 +222,11 @@ class InstanceRegistry:
     def _part(self, instance: m.InstanceId, rank: int) -> ShownPart | None:
         return self._of[instance].parts.get(rank) if instance in self._of else None
 
+    def _owns(self, client: Peer, instance: m.InstanceId, rank: int) -> bool:
+        """Whether this connection shows this part."""
+        part = self._part(instance, rank)
+        return part is not None and part.peer.id == client.id
+
     def _check(self, client: Peer, instance: m.InstanceId, rank: int, fds: int) -> None:
         """Refuse a part that another process shows, or that exceeds a limit."""
         part = self._part(instance, rank)
@@ -252,7 +249,7 @@ class InstanceRegistry:
         """Make this connection a part of the instance, in place of an earlier connection of the
         same process. Takes over the fds."""
         instance = self._of.setdefault(id_, SharedInstance())
-        if not self.owns(client, id_, rank):
+        if not self._owns(client, id_, rank):
             replaces = rank in instance.parts
             _say(client, id_, rank, "replaces its earlier connection" if replaces else "joins")
         instance.parts[rank] = ShownPart(client, [Descriptor(fd) for fd in fds])

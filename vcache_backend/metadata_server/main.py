@@ -99,7 +99,6 @@ class Server:
         self._service = Service(
             1 + secrets.randbits(62),
             write_seconds=config.reservation_seconds,
-            max_chunks=config.max_chunks,
             max_segments=share,
             resets=self._endpoint.resets.read(),
             keep=self._endpoint.resets.write,

@@ -38,7 +38,8 @@ class Peer(msgspec.Struct):
     From the hello: the client's process, the process's parent and `processes.spawner`, the
     preferred device, the instance's name and layout (empty for tools). From later messages:
     segments that the client cannot map, its reads, whether it has looked tokens up, its
-    `Promise.chunk_seconds`; `heard`: when its last message came (monotonic clock)."""
+    `Promise.chunk_seconds`; the bytes that it is about to allocate for the pool, and until when it
+    may; `heard`: when its last message came (monotonic clock)."""
 
     id: int
     process: ProcessId
@@ -52,6 +53,8 @@ class Peer(msgspec.Struct):
     reads: list[Reads] = []
     asked: bool = False
     chunk_seconds: float = 0.0
+    claimed: int = 0
+    claims_until: float = 0.0
     heard: float = msgspec.field(default_factory=time.monotonic)
 
     @property
@@ -59,26 +62,18 @@ class Peer(msgspec.Struct):
         return self.layout.get("namespace", "")
 
 
-class Closer:
-    """A thread that closes fds for the server's loop. A number stays taken until its fd is closed.
-
-    Closing the last fd of a memory frees the memory, which takes a quarter of a second a GiB of
-    host memory."""
-
-    def __init__(self) -> None:
-        self._fds = SimpleQueue[int]()
-        self.put = self._fds.put
-        threads.start(self._turn, "vcache-closer")
-
-    def _turn(self) -> None:
-        with suppress(OSError):  # of the file's own flush: the fd is closed all the same
-            os.close(self._fds.get())
-
-
 @cache
-def closing() -> Closer:
-    """The thread of this process. RuntimeError if there are too many threads."""
-    return Closer()
+def closing() -> SimpleQueue[int]:
+    """Fds that a thread closes for the server's loop: closing the last fd of a memory frees it, in
+    a quarter of a second a GiB of host memory. RuntimeError if there are too many threads."""
+    fds = SimpleQueue[int]()
+
+    def turn() -> None:
+        with suppress(OSError):  # of the file's own flush: the fd is closed all the same
+            os.close(fds.get())
+
+    threads.start(turn, "vcache-closer")
+    return fds
 
 
 class Descriptor:

@@ -28,14 +28,22 @@ Chunk = tuple[int, int, int]
 """Of a chunk: the last block, its generation, and the first block."""
 
 
-class Followed(NamedTuple):
-    """See `InstancePublications.follow`: where the blocks end, their packed numbers and
-    generations, and the remaining looks."""
+class Piece(NamedTuple):
+    """The blocks [first, stop) of an answer, which one instance has: packed numbers and
+    generations."""
 
+    there: InstancePublications
+    table: int
+    first: int
     stop: int
     blocks: list[bytearray]
     generations: list[bytearray]
-    looks: int
+
+    def packed(self, stop: int) -> m.ResidentRun:
+        """The run before block `stop`, where the hit ends; maybe empty."""
+        packs = b"".join(self.blocks), b"".join(self.generations)
+        run = m.ResidentRun(self.table, self.first, self.there.join.instance, *packs)
+        return run.cut(self.first, max(self.first, min(stop, self.stop)))
 
 
 class LogPiece(NamedTuple):
@@ -158,10 +166,12 @@ class InstancePublications:
             at = self._before(at, name)
         return found
 
-    def follow(self, table: int, hashes: bytes, first: int, stop: int, looks: int) -> Followed:
+    def follow(
+        self, table: int, hashes: bytes, first: int, stop: int, looks: int
+    ) -> tuple[Piece, int]:
         """Collect the blocks of a table with the packed `hashes` from number `first` on, up to
         `stop`, as long as they are here and unchanged. looks: how many runs to look for; comparing
-        `COMPARED` blocks counts as one more."""
+        `COMPARED` blocks counts as one more. Returns how many remain, too."""
         end, size, at = self._suffixes[table], m.HASH_BYTES, first
         blocks, generations = list[bytearray](), list[bytearray]()
         while at < stop and looks > 0:
@@ -178,7 +188,7 @@ class InstancePublications:
             blocks.append(self._packed[4 * place : 4 * (place + count)])
             generations.append(self._counted[8 * place : 8 * (place + count)])
             at += count
-        return Followed(at, blocks, generations, looks)
+        return Piece(self, table, first, at, blocks, generations), looks
 
     def has(self, hash_: bytes) -> bool:
         """Whether the leading table has a block of this hash."""

@@ -27,32 +27,6 @@ from vcache_backend.protocol import messages as m
 log = logging.getLogger(__name__)
 
 
-class Claims:
-    """Memory about to be allocated for the pool, by device. At most one claim for each client."""
-
-    def __init__(self) -> None:
-        self._of_client: dict[int, tuple[str, int, float]] = {}
-        """The device, the bytes, and the end of the claim."""
-
-    def grant(self, client: int, device: str, missing: int, now: float) -> int:
-        """Grant the client the part of the `missing` bytes of a device that no other client claims.
-        Ends the client's earlier claim."""
-        self.end(client)
-        others = sum(
-            nbytes
-            for claimed, nbytes, until in self._of_client.values()
-            if claimed == device and now <= until
-        )
-        nbytes = max(missing - others, 0)
-        if nbytes:  # whoever takes longer to allocate it may have failed
-            self._of_client[client] = device, nbytes, now + 120
-        return nbytes
-
-    def end(self, client: int) -> None:
-        """End the claim of a client that has added its segment, or has none to add."""
-        self._of_client.pop(client, None)
-
-
 class Service:
     """Answers requests in the server's thread. Owns the fds of registered segments."""
 
@@ -62,7 +36,6 @@ class Service:
         *,
         now: Callable[[], float] = time.monotonic,
         write_seconds: float = 30.0,
-        max_chunks: int = 4_000_000,
         max_segments: int = 1024,
         resets: Resets | None = None,
         keep: Callable[[Resets], None] = lambda resets: None,
@@ -74,9 +47,8 @@ class Service:
         self.backlog, self.counters = Backlog(), Counter[str]()
         self.promises = Promises(self.counters, now)
         self.residents = ResidentDirectory(self.counters, self.promises.arrived)
-        pool = self.backlog, self.counters, resets, keep, self._was_reset, max_chunks
+        pool = self.backlog, self.counters, resets, keep, self._was_reset
         self.directory = Directory(now, write_seconds, *pool)
-        self.claims = Claims()
         self.instances = InstanceRegistry(self.residents, self._spare, pidfd)
         self.layouts = Layouts()
         self.latency = defaultdict[str, Histogram](Histogram)
@@ -91,10 +63,8 @@ class Service:
         fds: the request's fds. The service removes the fds that it keeps."""
         started = time.perf_counter()
         try:
-            if isinstance(request, m.OfResidents):
-                answer: Answer = self._of_residents(client, request), ()
-            elif isinstance(request, m.OfChunks):
-                answer = self._of_chunks(client, request), ()
+            if isinstance(request, m.OfChunks):
+                answer: Answer = self._of_chunks(client, request), ()
             else:
                 answer = self._of_others(client, request, fds)
         except Refused as refusal:
@@ -105,8 +75,15 @@ class Service:
         return answer
 
     def _of_chunks(self, client: Peer, request: m.OfChunks) -> m.Reply:
+        """Answer frequent requests: about chunks of the pool, and blocks of KV caches."""
         directory = self.directory
         match request:
+            case m.Find():
+                return self._find(client, request)
+            case m.Promise():
+                return self._promise(client, request)
+            case m.Publish():
+                return self._publish(client, request)
             case m.Pin(keys, seconds):
                 return m.Pinned(directory.pin(keys, seconds), directory.epoch(keys))
             case m.Reserve(keys, nbytes):
@@ -126,23 +103,6 @@ class Service:
             case _:
                 assert_never(request)
 
-    def _of_residents(self, client: Peer, request: m.OfResidents) -> m.Reply:
-        """Answer requests about instances' KV caches."""
-        instances = self.instances
-        match request:
-            case m.Find():
-                return self._find(client, request)
-            case m.Promise():
-                _check_ranks(len(request.keys), request.ranks)
-                return self._promise(client, request)
-            case m.Publish():
-                return self._publish(client, request)
-            case m.Listen(instance):
-                epoch = self.directory.epoch([m.ChunkKey(instances.listens(client, instance))])
-                return m.Heard(epoch, self.residents.copies(instance))
-            case _:
-                assert_never(request)
-
     def _of_others(self, client: Peer, request: m.OfOthers, fds: list[int]) -> Answer:
         """Answer rare requests, and requests that bring or fetch fds."""
         match request:
@@ -156,7 +116,7 @@ class Service:
                 return self._drop_segment(id_), ()
             case m.ListSegments():
                 self._note(client, request)
-                return m.Segments(self.directory.segments()), ()
+                return self._segments(client), ()
             case m.Join():
                 return self.instances.join(client, request, fds), ()
             case m.ShowCache():
@@ -191,7 +151,6 @@ class Service:
 
     def disconnect(self, client: Peer) -> None:
         self.directory.disconnect(client.id)
-        self.claims.end(client.id)
         self.promises.drop_client(client)
         self.layouts.drop(client.id)
         self.instances.disconnect(client)
@@ -210,11 +169,18 @@ class Service:
 
     # ---- segments
 
-    def _lend(self, client: Peer, nbytes: int) -> int:
-        """Grant the bytes that the client's device lacks of `nbytes` and no other client claims."""
-        regions = self.directory.regions.values()
-        pooled = sum(region.nbytes for region in regions if region.device == client.device)
-        return self.claims.grant(client.id, client.device, nbytes - pooled, self._now())
+    def _lend(self, client: Peer, nbytes: int, seconds: float = 120.0) -> int:
+        """Grant the bytes that the client's device lacks of `nbytes` and no other client claims.
+        The client has them, in place of an earlier claim, until it adds a segment, for so many
+        seconds at most: whoever takes longer to allocate them may have failed."""
+        now, device = self._now(), client.device
+        client.claimed = 0
+        regions, clients = self.directory.regions.values(), self.layouts.clients.values()
+        taken = sum(region.nbytes for region in regions if region.device == device)
+        claims = (c.claimed for c in clients if c.device == device and now <= c.claims_until)
+        client.claimed = max(0, nbytes - taken - sum(claims))
+        client.claims_until = now + seconds
+        return client.claimed
 
     def _add_segment(self, client: Peer, request: m.AddSegment, fds: list[int]) -> Answer:
         if len(fds) != 1 + request.again:
@@ -251,7 +217,7 @@ class Service:
                 raise Refused(f"segment {id_}, its table: {why}") from error
             undo.pop_all()
         region.fds = [Descriptor(fds.pop(0)), own]
-        self.claims.end(client.id)
+        client.claimed = 0
         return m.Added(self.directory.add(region)), [own]
 
     def _open_segment(self, id_: m.SegmentId) -> Answer:
@@ -259,6 +225,14 @@ class Service:
         if region is None or region.state != "live":
             raise Refused(f"segment {id_} was dropped, or not offered since a restart")
         return m.Opened(region.described()), region.fds
+
+    def _segments(self, client: Peer) -> m.Segments:
+        segments, instance = self.directory.segments(), self.instances.scheduled_by(client)
+        if instance is None:
+            return m.Segments(segments)
+        namespace = self.residents.of[instance].namespace
+        epoch = self.directory.epoch([m.ChunkKey(namespace)])
+        return m.Segments(segments, epoch, self.residents.copies(instance))
 
     # ---- chunks
 
@@ -302,7 +276,7 @@ class Service:
             lacking = self._lacking(request, missing)
             self.promises.intend(client, request.promise, lacking, request.ranks, begins)
         copies = list[m.Copies]()
-        if request.instance and self.instances.owns(client, request.instance, m.SCHEDULER):
+        if request.instance and self.instances.scheduled_by(client) == request.instance:
             copies = self.residents.copies(request.instance)
         if coming is None and not epoch and not copies:
             return answer
@@ -321,6 +295,7 @@ class Service:
 
     def _promise(self, client: Peer, request: m.Promise) -> m.Promised:
         """Note the chunks that a request computes. Ignores a request that began before a reset."""
+        _check_ranks(len(request.keys), request.ranks)
         epoch = self.directory.epoch(request.keys)
         lacking = self._lacking(request, request.keys) if request.epoch == epoch else []
         return m.Promised(self.promises.begin(client, request, lacking), epoch)
@@ -333,11 +308,10 @@ class Service:
         pairs = zip(keys, self.directory.of_all(keys, request.ranks), strict=True)
         return [key for key, stored in pairs if not (stored or has(own, key))]
 
-    def _drop_segment(self, id_: m.SegmentId) -> m.Dropped:
+    def _drop_segment(self, id_: m.SegmentId) -> m.Count:
         if self.directory.region(id_) is None:
             raise Refused(f"segment {id_} is not here; `vcache status` shows those that are")
-        chunks = self.directory.drop(id_)
-        return m.Dropped(chunks, self.directory.region(id_) is None)
+        return m.Count(self.directory.drop(id_))
 
     def _note(self, client: Peer, request: m.ListSegments) -> None:
         """Note the news of a client's heartbeat."""

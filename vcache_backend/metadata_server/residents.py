@@ -15,8 +15,6 @@ from math import lcm
 from operator import itemgetter
 from typing import NamedTuple
 
-import msgspec
-
 from vcache_backend.errors import Refused
 from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.publications import (
@@ -25,6 +23,7 @@ from vcache_backend.metadata_server.publications import (
     Chunk,
     ForeignTable,
     InstancePublications,
+    Piece,
     suffix,
 )
 from vcache_backend.protocol import messages as m
@@ -52,24 +51,6 @@ def needed(table: m.BlockTable, end: int) -> tuple[int, int]:
             return max(0, stop - table.reach), stop
 
 
-class Piece(msgspec.Struct):
-    """A `ResidentRun` that is being built: the blocks [first, stop)."""
-
-    table: int
-    first: int
-    stop: int
-    instance: m.InstanceId
-    there: InstancePublications
-    blocks: list[bytearray]
-    generations: list[bytearray]
-
-    def packed(self, stop: int) -> m.ResidentRun:
-        """The run before block `stop`, where the hit ends; maybe empty."""
-        packs = b"".join(self.blocks), b"".join(self.generations)
-        run = m.ResidentRun(self.table, self.first, self.instance, *packs)
-        return run.cut(self.first, max(self.first, min(stop, self.stop)))
-
-
 class Covered(NamedTuple):
     """The leading blocks of a table that are somewhere. `cut`: there may be more, but the answer
     is full, or the look-up took long enough."""
@@ -79,7 +60,7 @@ class Covered(NamedTuple):
     cut: bool = False
 
 
-Others = Sequence[tuple[m.InstanceId, InstancePublications]]
+Others = Sequence[InstancePublications]
 
 
 class HitSearch:
@@ -149,10 +130,10 @@ class HitSearch:
                 return Covered(at, pieces, True)
             going = [one for one in going if one.stop > at]
             name, here = hashes[at * size : (at + 1) * size] + suffix(table), len(going)
-            for instance, there in others if here < replicas else ():
+            for there in others if here < replicas else ():
                 self.left -= 1
                 if name in there.named and all(one.there is not there for one in going[:here]):
-                    piece = self._follow(table, at, count, instance, there)
+                    piece = self._follow(there, table, at, count)
                     if piece.stop > at:
                         going.append(piece)
                         if len(going) == replicas:
@@ -170,12 +151,9 @@ class HitSearch:
             at = stop
         return Covered(at, pieces)
 
-    def _follow(
-        self, table: int, first: int, stop: int, instance: m.InstanceId, there: InstancePublications
-    ) -> Piece:
-        found = there.follow(table, self.of(table), first, stop, self.left)
-        self.left = found.looks
-        return Piece(table, first, found.stop, instance, there, found.blocks, found.generations)
+    def _follow(self, there: InstancePublications, table: int, first: int, stop: int) -> Piece:
+        piece, self.left = there.follow(table, self.of(table), first, stop, self.left)
+        return piece
 
     def _pooled(self, table: int, at: int, pooled: bytes, each: int) -> int:
         """How far whole chunks of the pool reach from a block on."""
@@ -190,14 +168,14 @@ class HitSearch:
         """Where the longest hit ends of which one instance has all that it needs of tables that
         are not full, and this."""
         best, whose = 0, list[Piece]()
-        for instance, there in others:
-            end, pieces = self._longest(limit, best, instance, there)
+        for there in others:
+            end, pieces = self._longest(limit, best, there)
             if end > best:
                 best, whose = end, pieces
         return best, whose
 
     def _longest(
-        self, limit: int, least: int, instance: m.InstanceId, there: InstancePublications
+        self, limit: int, least: int, there: InstancePublications
     ) -> tuple[int, list[Piece]]:
         """Where an instance's longest hit ends, and its pieces; 0 unless it is longer than `least`.
 
@@ -211,7 +189,7 @@ class HitSearch:
             pieces = list[Piece]()
             for number, table in tables:
                 first, stop = needed(table, end)
-                piece = self._follow(number, first, stop, instance, there)
+                piece = self._follow(there, number, first, stop)
                 if piece.stop < stop:  # all hits that end behind this block need it
                     lacks = self._below(there, number, piece.stop)
                     end = min(lacks * table.scale, end - 1) // unit * unit
@@ -310,7 +288,7 @@ class ResidentDirectory:
         namespace, rank = publications.namespace, bytes(m.RANK_BYTES)
         self._arrived([m.ChunkKey(namespace + end + rank) for end in ends])
         if publications.tables == ONE_FULL:
-            self._note_copies(request.instance, publications, ends)
+            self._note_copies(publications, ends)
         return taken
 
     def clear(self, namespace: bytes) -> int:
@@ -334,21 +312,21 @@ class ResidentDirectory:
                 told.append(m.Copies(other, packed))
         return told
 
-    def _note_copies(
-        self, instance: m.InstanceId, publications: InstancePublications, ends: list[bytes]
-    ) -> None:
+    def _note_copies(self, publications: InstancePublications, ends: list[bytes]) -> None:
         """Note which of an instance's newly published chunks other instances hold, too, for both
         sides: for the publisher one holder of each chunk, for the others `MAX_NOTED` notes in all.
         The end of a prefix comes first, and so leaves first. ends: the last hash of each chunk."""
         others = [
-            (other, there)
-            for other, there in self._alike(publications.join)
-            if other != instance and there.each == publications.each
+            there
+            for there in self._alike(publications.join)
+            if there is not publications and there.each == publications.each
         ]
+        instance = publications.join.instance
         own = {end: chunk for end in ends[::-1] if (chunk := publications.chunk(end)) is not None}
         left, alone = self.MAX_NOTED, dict.fromkeys(own)
         most = MAX_LOOKS // max(1, len(others))
-        for other, there in others:
+        for there in others:
+            other = there.join.instance
             shared = [end for end in list(own if left else alone)[:most] if there.has(end)]
             for end in shared:
                 # Packed here, and not when they are told: a scheduler waits for that.
@@ -365,8 +343,8 @@ class ResidentDirectory:
         """The instances that hold blocks which instances with this request may read, in random
         order."""
         alike = [
-            (other, there)
-            for other, there in self.of.items()
+            there
+            for there in self.of.values()
             if there.named and there.whole and there.namespace == join.namespace
             if there.ranks == join.ranks and there.tables == join.tables and not there.table.dead
         ]
@@ -383,7 +361,7 @@ class ResidentDirectory:
         if pooled.has_any(request.namespace):
             present = bytes(pooled.of_all(keys, request.ranks))
         if others:
-            search = HitSearch(request.hashes, others[0][1].tables)
+            search = HitSearch(request.hashes, others[0].tables)
             found = search.answer(request, others, present, self.FOUND_BLOCKS)
             self._counters["resident_hits"] += found.end // request.each if found.residents else 0
             return found
@@ -405,8 +383,7 @@ class ResidentDirectory:
             joins = [there.join for there in self.of.values() if there.whole and there.named]
         for join in joins:
             if join.namespace == request.namespace and join.ranks == request.ranks:
-                alike = self._alike(join)
-                return [one for one in alike if one[0] != request.instance]
+                return [there for there in self._alike(join) if there is not own]
         return []
 
 

@@ -25,8 +25,11 @@ class Room:
     MAX_SEARCH = 2048
     """The most chunks that one request passes over to evict others: a few milliseconds."""
 
-    def __init__(self, now: Callable[[], float], counters: Counter[str], max_chunks: int) -> None:
-        self._now, self._counters, self._max_chunks = now, counters, max_chunks
+    MAX_CHUNKS = 4_000_000
+    """The most chunks, some 300 B of memory each."""
+
+    def __init__(self, now: Callable[[], float], counters: Counter[str]) -> None:
+        self._now, self._counters = now, counters
         self.regions: dict[int, SlotRegion] = {}
         self.chunks = OrderedDict[m.ChunkKey, int]()
         """The place of each committed chunk, the least recently used first."""
@@ -68,7 +71,7 @@ class Room:
         """Take up to so many slots of this size, which the caller grants at once: free ones, on the
         client's device first, then those of the least recently used chunks. pending: how many
         chunks are being written."""
-        allowed = max(self._max_chunks - len(self.chunks) - pending, 0)
+        allowed = max(self.MAX_CHUNKS - len(self.chunks) - pending, 0)
         taken = list(islice(self._free_slots(client, size), min(most, allowed)))
         looks, slots = self.MAX_SEARCH, SLAB_SLOTS
         while len(taken) < most and looks > 0 and slots > 0:

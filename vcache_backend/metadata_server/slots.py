@@ -110,9 +110,7 @@ class SlotsTable:
             undo.enter_context(memory)
             fcntl.flock(file, fcntl.LOCK_EX)
             os.fchmod(file, 0o600)
-            layout.HEADER.pack_into(
-                memory, 0, layout.MAGIC, layout.VERSION, 0, layout.owner(segment), SLOTS
-            )
+            memory[: layout.HEADER.size] = layout.header(layout.owner_of(segment), SLOTS)
             struct.pack_into("<Q", memory, _NBYTES_AT, nbytes)
             memory[_SCOPE_AT : _SCOPE_AT + 32] = _scope()
             table = cls(file, memory)
@@ -223,8 +221,7 @@ def _opened(fd: int, segment: str, nbytes: int, undo: ExitStack) -> tuple[int, m
     undo.callback(os.close, file)
     memory = undo.enter_context(mmap.mmap(file, TABLE_BYTES))
     made_for = struct.unpack_from("<Q", memory, _NBYTES_AT)[0]
-    header = layout.MAGIC, layout.VERSION, 0, layout.owner(segment), SLOTS
-    if layout.HEADER.unpack_from(memory) != header:
+    if memory[: layout.HEADER.size] != layout.header(layout.owner_of(segment), SLOTS):
         raise OSError("it is another segment's, given up, or of another version")
     if memory[_SCOPE_AT + 16 : _SCOPE_AT + 32] != _scope()[16:]:
         raise OSError("its numbers are of another clock: another boot or time namespace")

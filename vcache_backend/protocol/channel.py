@@ -251,7 +251,10 @@ class Channel:
                 raise ServerUnavailable(self._down)
             try:
                 if data:
-                    link.send(data, deadline, fds)
+                    while not link.send(data, fds):
+                        if not self._unread:
+                            raise TimeoutError
+                        self._read_unread(link, deadline, self._unread[0])
                     self._unread.append(sent)
                 if reads:
                     self._read_unread(link, deadline, sent)

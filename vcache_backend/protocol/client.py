@@ -132,11 +132,16 @@ class Client(Channel):
         opened, fds = self._open(m.OpenSegment(id_), m.Opened, lambda opened: 2)
         return opened.segment, fds[0], fds[1]
 
-    def drop_segment(self, id_: m.SegmentId) -> m.Dropped:
-        return self._call(m.DropSegment(id_), m.Dropped, self._config.control_seconds)
+    def drop_segment(self, id_: m.SegmentId) -> int:
+        """Stop using a segment. Returns how many chunks it had."""
+        return self._call(m.DropSegment(id_), m.Count, self._config.control_seconds).count
 
     def list_segments(self) -> list[m.SegmentInfo]:
-        """List all segments. Also sends the counts from `count`, `reads` and `unmappable`."""
+        return self.heartbeat().segments
+
+    def heartbeat(self) -> m.Segments:
+        """Send the counts from `count`, `reads` and `unmappable`. Returns all segments, and news
+        for the scheduler that joined on this connection."""
         with self._telling:
             counts = self._untold
             self._untold = Counter()
@@ -144,7 +149,7 @@ class Client(Channel):
         most = {name: min(count, m.MAX_TOKENS) for name, count in counts.items()}
         try:
             request = m.ListSegments(**most, reads=self.reads(), unmappable=list(self.unmappable))
-            return self._call(request, m.Segments).segments
+            return self._call(request, m.Segments)
         except VCacheError:
             self.count(**counts)
             raise
@@ -173,19 +178,9 @@ class Client(Channel):
 
     # The caller keeps the fds that it passes, and closes the fds that it gets.
 
-    def join(
-        self,
-        instance: bytes,
-        namespace: bytes,
-        blocks: int,
-        ranks: int,
-        each: int,
-        tables: Sequence[m.BlockTable],
-        fd: int,
-    ) -> None:
+    def join(self, request: m.Join, fd: int) -> None:
         """Register a generation table as its scheduler. Repeat after each reconnection."""
-        request = m.Join(m.InstanceId(instance), namespace, blocks, ranks, each, list(tables))
-        self._parts = [table.kind for table in tables] == ["full"]
+        self._parts = [table.kind for table in request.tables] == ["full"]
         self._call(request, m.Count, self._config.control_seconds, [fd])
 
     def show_cache(
@@ -198,10 +193,6 @@ class Client(Channel):
     def publish(self, whole: m.Publish) -> int:
         """Publish blocks of one rank, in several requests if necessary. Returns how many count."""
         return self._sum(_publications(whole))
-
-    def listen(self, instance: bytes) -> m.Heard:
-        """Fetch news for the scheduler that joined on this connection."""
-        return self._call(m.Listen(m.InstanceId(instance)), m.Heard)
 
     def find(self, whole: m.Find) -> m.Found:
         """Find blocks and chunks; see `Find`. Sends several requests for many hashes, unless the

@@ -381,7 +381,8 @@ class OpenSegment(Request, frozen=True, tag="open_segment"):
 
 
 class DropSegment(Request, frozen=True, tag="drop_segment"):
-    """Stop using a segment, whose table is dead at once: reads under way fail → `Dropped`."""
+    """Stop using a segment, whose table is dead at once: reads under way fail → `Count` of its
+    chunks. The server forgets them now or soon, and its memory is free once nobody uses it."""
 
     id: SegmentId
 
@@ -517,12 +518,6 @@ class Publish(Request, frozen=True, tag="publish"):
     epoch: int = 0
 
 
-class Listen(Request, frozen=True, tag="listen"):
-    """Fetch news for an instance's scheduler, on the connection with which it joined → `Heard`."""
-
-    instance: Named
-
-
 QUEUED_SECONDS = 0.1
 """If a promise is not confirmed for this time, its request waits in vLLM's queue. A request that
 begins has mostly asked at most 50 ms before, and confirms within 20 ms more."""
@@ -618,17 +613,6 @@ class Opened(Reply, frozen=True, tag="opened"):
     """A segment. Its fd and its table's fd come along, in this order."""
 
     segment: SegmentInfo
-
-
-class Dropped(Reply, frozen=True, tag="dropped"):
-    """`gone`: False while the server still forgets the segment's chunks."""
-
-    chunks: int
-    gone: bool
-
-
-class Segments(Reply, frozen=True, tag="segments"):
-    segments: list[SegmentInfo]
 
 
 class Reserved(Reply, frozen=True, tag="reserved"):
@@ -775,6 +759,16 @@ class Copies(msgspec.Struct, frozen=True, array_like=True, gc=False):
             raise ValueError(f"copies: {len(self.packed)} B are not whole copies")
 
 
+class Segments(Reply, frozen=True, tag="segments"):
+    """All segments. For the connection with which an instance's scheduler joined, also news.
+    `epoch`: of the instance's namespace; None for others. `copies`: chunks that another instance
+    holds as well, each told once."""
+
+    segments: list[SegmentInfo]
+    epoch: int | None = None
+    copies: list[Copies] = []
+
+
 class Found(Reply, frozen=True, tag="found"):
     """What can be read of a prompt. Counted in hashes of the question.
 
@@ -786,8 +780,8 @@ class Found(Reply, frozen=True, tag="found"):
     hit, ordered by table and first block; at most `MAX_REPLICAS` runs have the same block. Their
     generations were unchanged. `epoch`: of the namespace. `cut`: the answer is full; ask again for
     the hashes after `found`, a multiple of the question's `each`. Only with one table. `coming`:
-    None if no other instance has promised the next chunk. `copies`: as in `Heard`, if the asker is
-    the instance's scheduler."""
+    None if no other instance has promised the next chunk. `copies`: as in `Segments`, if the
+    asker is the instance's scheduler."""
 
     found: Annotated[int, msgspec.Meta(ge=0)]
     end: Annotated[int, msgspec.Meta(ge=0)]
@@ -796,14 +790,6 @@ class Found(Reply, frozen=True, tag="found"):
     epoch: int = 0
     cut: bool = False
     coming: Coming | None = None
-    copies: list[Copies] = []
-
-
-class Heard(Reply, frozen=True, tag="heard"):
-    """`epoch`: of the instance's namespace. `copies`: chunks that another instance holds as well,
-    each told once."""
-
-    epoch: int
     copies: list[Copies] = []
 
 
@@ -863,9 +849,8 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     minute: tuple[int, int] = (0, 0)
 
 
-OfChunks = Reserve | Commit | Abort | Pin | Contains | Remove | Clear
-OfResidents = Find | Publish | Promise | Listen
+OfChunks = Find | Publish | Promise | Reserve | Commit | Abort | Pin | Contains | Remove | Clear
 _OfSegments = AddSegment | Lend | OpenSegment | DropSegment | ListSegments
 _OfInstances = Join | ShowCache | OpenInstance | OpenCache
 OfOthers = Hello | _OfSegments | _OfInstances | Stats | Report
-AnyRequest = OfChunks | OfResidents | OfOthers
+AnyRequest = OfChunks | OfOthers

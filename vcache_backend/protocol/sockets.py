@@ -10,7 +10,6 @@ import stat
 import struct
 import time
 from array import array
-from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -133,12 +132,8 @@ class ServerLink:
         self._trusted = {os.getuid(), 0} | ({server_uid} if server_uid is not None else set())
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._receiver = Receiver()
-        self._early: deque[bytes] = deque()
-        """Replies that arrived during a send."""
         self._incoming = select.poll()
         self._incoming.register(self._socket, select.POLLIN)
-        self._either = select.poll()
-        self._either.register(self._socket, select.POLLIN | select.POLLOUT)
         self._spin = spin(0.0002, 0.001)
 
     def open(self, path: Path, hello: m.Hello, deadline: float) -> m.Welcome:
@@ -166,7 +161,7 @@ class ServerLink:
         except OSError as error:
             raise ConnectionError(f"no pidfd: {error.strerror}; see `vcache doctor`") from error
         try:
-            self.send(encode(hello), deadline, [pidfd])
+            self.send(encode(hello), [pidfd])
             reply = self.read(deadline)
         finally:
             os.close(pidfd)
@@ -178,15 +173,11 @@ class ServerLink:
 
     def read(self, deadline: float, received: list[int] | None = None) -> m.Reply:
         """Read the next reply. The server answers requests in their order."""
-        message: bytes | memoryview
-        if self._early:
-            message = self._early.popleft()
+        message, fds = self._receive(deadline)
+        if received is not None:
+            received += fds
         else:
-            message, fds = self._receive(deadline)
-            if received is not None:
-                received += fds
-            else:
-                close_fds(fds)
+            close_fds(fds)
         if not message:
             raise ConnectionError("the server closed it")
         return reply_decoder.decode(message)
@@ -200,26 +191,16 @@ class ServerLink:
         """Close the socket. Not during an exchange, since the next opened file gets its number."""
         self._socket.close()
 
-    def send(self, data: bytes, deadline: float, fds: Sequence[int] = ()) -> None:
-        """Send one request; `read` returns the reply later. Reads earlier answers meanwhile, since
-        a server with unread answers reads no requests."""
-        while True:
-            try:
-                socket.send_fds(self._socket, [data], fds) if fds else self._socket.send(data)
-                return
-            except (BrokenPipeError, ConnectionResetError):
-                # A server that closed the connection may have sent the reason: read it.
-                return
-            except BlockingIOError:
-                if self._wait(self._either, deadline) & select.POLLIN and not self._take_in():
-                    return
-
-    def _take_in(self) -> bool:
-        """Receive a reply that has arrived. False at the end of the connection."""
-        message, fds = self._receiver.receive(self._socket)
-        close_fds(fds)
-        self._early.append(bytes(message))
-        return bool(message)
+    def send(self, data: bytes, fds: Sequence[int] = ()) -> bool:
+        """Send one request; `read` returns the reply later. False if there is no room for it now:
+        a server with unread answers reads no requests, so read one, and try again."""
+        try:
+            socket.send_fds(self._socket, [data], fds) if fds else self._socket.send(data)
+        except BlockingIOError:
+            return False
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # a server that closed the connection may have sent the reason: read it
+        return True
 
     def _receive(self, deadline: float) -> tuple[memoryview, list[int]]:
         """Receive once. Polls first, without sleeping: an answer mostly comes before a sleeping
@@ -234,12 +215,6 @@ class ServerLink:
             try:
                 return self._receiver.receive(self._socket)
             except BlockingIOError:
-                self._wait(self._incoming, deadline)
-
-    def _wait(self, poll: select.poll, deadline: float) -> int:
-        """Wait for events, and return them. TimeoutError at the deadline."""
-        left = deadline - time.perf_counter()
-        ready = poll.poll(left * 1000) if left > 0 else []
-        if not ready:
-            raise TimeoutError
-        return ready[0][1]
+                left = deadline - time.perf_counter()
+                if left <= 0 or not self._incoming.poll(left * 1000):
+                    raise TimeoutError from None

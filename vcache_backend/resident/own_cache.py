@@ -86,19 +86,13 @@ def check_shape(shape: m.CacheShape, blocks: int, kv: PagedKV, device: Device) -
         raise LayoutError(f"its KV cache has {reason}")
 
 
-class OwnCache(Standing):
-    """Shares this worker's KV cache through the server until `close`. Until `close` the caller
-    keeps the regions' fds open."""
-
-    def __init__(
-        self,
-        client: Client,
-        instance: bytes,
-        rank: int,
-        shape: m.CacheShape,
-        regions: Sequence[Region],
-    ) -> None:
-        def show() -> None:
-            client.show_cache(instance, rank, shape, [region.fd for region in regions])
-
-        super().__init__(client, show, "this KV cache is not shared in place")
+def show_cache(
+    client: Client, instance: bytes, rank: int, shape: m.CacheShape, regions: Sequence[Region]
+) -> Standing:
+    """Share this worker's KV cache through the server until `close`, until which the caller keeps
+    the regions' fds open."""
+    return Standing(
+        client,
+        lambda: client.show_cache(instance, rank, shape, [region.fd for region in regions]),
+        "this KV cache is not shared in place",
+    )

@@ -25,7 +25,7 @@ from vcache_backend.protocol.messages import (
     ResidentRun,
 )
 from vcache_backend.resident.mappings import Tables
-from vcache_backend.transfer.outbox import Outbox, at_once, polled
+from vcache_backend.transfer.outbox import Outbox, at_once
 from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool.copies.copier import Mark
 from vcache_backend.vram_pool.generations import UInt32s, UInt64s
@@ -89,10 +89,8 @@ class Publisher:
             self._stats.failed("publication_dropped")
             return
         self._waiting.append((written, Publish(self._instance, self._rank, runs, epoch)))
-        # Each look at a step takes the interpreter from the thread that launches the next step.
-        reached = polled(written.reached, 0.002)
         within = 0.0 if soon else self._together
-        self.outbox.after(reached, self._publish_reached, within, self._drop_failed)
+        self.outbox.after(written.wait, self._publish_reached, within, self._drop_failed)
 
     def known(self, blocks: UInt32s, generations: UInt64s) -> npt.NDArray[np.bool_]:
         """Shape of `blocks`: whether each block was last published with this generation. Any

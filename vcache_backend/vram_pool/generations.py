@@ -7,7 +7,7 @@ compares the counter with the published number: if both are equal, the copy is r
 numbers are even, and each stands for one fill of one set of blocks. An odd number marks a block
 that must not be read.
 
-A table is one memfd: a page with the header (`_HEADER`), then the counters. Each counter is 64
+A table is one memfd: a page with the header (`HEADER`), then the counters. Each counter is 64
 bits, little-endian and aligned, so no reader sees half of a write. The memfd is sealed: nobody can
 change its size, and only the owner, who mapped it before, can write to it.
 
@@ -29,16 +29,9 @@ import numpy.typing as npt
 
 from vcache_backend.errors import SegmentError, raising_as
 from vcache_backend.protocol import generation_table
-from vcache_backend.protocol.generation_table import DEAD_AT as _DEAD_AT
-from vcache_backend.protocol.generation_table import HEADER as _HEADER
-from vcache_backend.protocol.generation_table import MAGIC, SEALS, SLOTS, VERSION, owner
-from vcache_backend.protocol.messages import (
-    GENERATION_BYTES,
-    INSTANCE_BYTES,
-    MAX_BLOCKS,
-    NUMBER_BYTES,
-)
-from vcache_backend.seals import lacking, sealed
+from vcache_backend.protocol.generation_table import DEAD_AT, HEADER, SEALS, SLOTS, header, owner_of
+from vcache_backend.protocol.messages import GENERATION_BYTES, NUMBER_BYTES
+from vcache_backend.seals import RESIZING, sealed
 
 MACHINE = "x86_64"
 VOID = 1
@@ -81,12 +74,6 @@ class Generations:
         """Create the table. Raises SegmentError if memory or descriptors are exhausted, or if the
         machine does not order stores."""
         _check_machine()
-        if len(instance) != INSTANCE_BYTES or not 0 < blocks <= MAX_BLOCKS:
-            raise SegmentError(
-                f"a generation table needs {INSTANCE_BYTES} bytes of instance and 1 to "
-                f"{MAX_BLOCKS:,} blocks, "
-                f"not {len(instance)} and {blocks:,}"
-            )
         self.blocks = blocks
         with raising_as(SegmentError, f"generation table of {blocks:,} blocks", OSError):
             self.fd, self._memory = sealed("generations", generation_table.nbytes(blocks), SEALS)
@@ -97,7 +84,7 @@ class Generations:
             self._memory, dtype="<u8", offset=mmap.PAGESIZE, count=blocks
         )
         self.counters[:], self.coming = 2, 4
-        _HEADER.pack_into(self._memory, 0, MAGIC, VERSION, 0, instance, blocks)
+        self._memory[: HEADER.size] = header(instance, blocks)
 
     def void(self, blocks: Blocks) -> None:
         """Mark blocks as not to be read until `filled`. The caller may now write to them.
@@ -130,7 +117,7 @@ class Generations:
         """Declare the table dead for good: readers then trust no number in it. Any thread. Never
         raises."""
         with suppress(ValueError, TypeError):  # closed, and so given up
-            struct.pack_into("<I", self._memory, _DEAD_AT, 1)
+            struct.pack_into("<I", self._memory, DEAD_AT, 1)
 
     def close(self) -> None:
         """Give the table up and release the memory. Processes that map the table see a dead table.
@@ -153,30 +140,21 @@ class GenerationView:
         self.counters: UInt64s = np.frombuffer(
             memory, dtype="<u8", offset=mmap.PAGESIZE, count=blocks
         )
-        self._dead = memoryview(memory)[_DEAD_AT : _DEAD_AT + 4].cast("I")
+        self._dead = memoryview(memory)[DEAD_AT : DEAD_AT + 4].cast("I")
 
     @classmethod
-    def open(cls, fd: int, instance: bytes, blocks: int) -> GenerationView:
-        """Map the table behind the caller's `fd`. Raises SegmentError unless it is the sealed table
-        of `instance` with `blocks` blocks."""
+    def open(cls, fd: int, owner: bytes, blocks: int, seals: int = SEALS) -> GenerationView:
+        """Map the table behind the caller's `fd`. Raises SegmentError: see
+        `generation_table.mapped`."""
         _check_machine()
-        return cls(generation_table.mapped(fd, instance, blocks), blocks)
+        return cls(generation_table.mapped(fd, owner, blocks, seals), blocks)
 
     @classmethod
     def of_segment(cls, fd: int, segment: str) -> GenerationView:
         """Map the table of a segment's slots (`metadata_server.slots`) behind the caller's
         `fd`, which must come from the server: others of the server's user can write the table.
         Raises SegmentError unless it is this segment's."""
-        _check_machine()
-        with raising_as(SegmentError, "table of slots", OSError):
-            size = generation_table.nbytes(SLOTS)
-            if reason := lacking(fd) or (os.fstat(fd).st_size < size and "of another size"):
-                raise SegmentError(f"table of slots: {reason}")
-            memory = mmap.mmap(fd, size, prot=mmap.PROT_READ)
-        magic, version, _, theirs, _ = _HEADER.unpack_from(memory)
-        if (magic, version, theirs) != (MAGIC, VERSION, owner(segment)):
-            raise SegmentError(f"table of slots: not that of segment {segment}")
-        return cls(memory, SLOTS)
+        return cls.open(fd, owner_of(segment), SLOTS, RESIZING)
 
     @property
     def dead(self) -> bool:

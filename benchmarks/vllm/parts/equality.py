@@ -128,6 +128,11 @@ def agreeing(run: Run, kind: str = "") -> list[Row]:
     fleet, prompts = run.fleet, run.prompts
     pair, lengths = Pair(fleet, kind), fleet.scale.few
     children = pair.a, pair.b, pair.alone
+    # Kernels are compiled at their first use: by all three beside each other.
+    for child in children:
+        child.send("generate", tokens=prompts.new(lengths[-1]), count=2, salt=child.name)
+    for child in children:
+        child.answer(2 * SECONDS)
     same = [alike(children, prompt, fleet.scale.answer) for prompt in map(prompts.new, lengths)]
     what = (
         "prompts that three instances compute alike without any cache, bit for bit; "

@@ -11,9 +11,10 @@ from operator import attrgetter
 import numpy as np
 import torch
 
+from vcache_backend.protocol.channel import Standing
 from vcache_backend.protocol.messages import InstanceId
 from vcache_backend.resident.mappings import Neighbours
-from vcache_backend.resident.own_cache import OwnCache, cache_shape
+from vcache_backend.resident.own_cache import cache_shape, show_cache
 from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool import devices
@@ -38,7 +39,7 @@ class InPlace:
         MLA all ranks hold the same KV, and only the first rank shows its cache."""
         self.exporter, self._blocks, self._shows = exporter, blocks, shows
         self.neighbours: Neighbours | None = None
-        self._shown: OwnCache | None = None
+        self._shown: Standing | None = None
         self.publisher: Publisher | None = None
 
     def open(self, session: Session, kv: PagedKV, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -55,7 +56,9 @@ class InPlace:
         """Show the KV cache to others under the instance's name. Later calls do nothing."""
         if self._shown is not None or not self._shows:
             return
-        self._shown = OwnCache(session.client, instance, session.rank, self._shape, [self._region])
+        self._shown = show_cache(
+            session.client, instance, session.rank, self._shape, [self._region]
+        )
         self.publisher = Publisher(
             session.client, session.stats, instance, session.rank, self._blocks
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from vcache_backend.transfer import load as transfer
 from vcache_backend.vram_pool.copies.copier import NOTHING, Mark
 
 from ..ends import EndRing
-from ..metadata import LoadSpan, LoadSpec, PublicationSpec, StepMetadata
+from ..metadata import LoadSpan, LoadSpec, MoreBlocks, PublicationSpec, StepMetadata
 from ..telemetry.stats import Meter
 from .stores import Attached, Stores
 
@@ -144,10 +144,7 @@ class Loads:
                     self._end(spec, None)
                 else:
                     self._under_way.append(Loading(worker, spec, mark))
-        for more in meta.more:
-            for loading in self._under_way:
-                if loading.spec.number == more.number:
-                    loading.extend(more.residents, more.last)
+        self._extend(meta.more)
         for loading in self._under_way:
             if loading.spec.request_id in meta.cancelled:
                 loading.cancel()
@@ -180,12 +177,21 @@ class Loads:
         self._from_start, self._invalid = set(), set()
         return ends
 
-    def advance(self) -> None:
+    def advance(self, more: Sequence[MoreBlocks], patience: float = 0.001) -> None:
         """Advance all loads between two steps, for the scheduler of the same thread. `ends` counts
-        finished loads while the next step runs."""
-        if self._under_way:
-            # In the same mode as the worker's calls.
-            with torch.inference_mode():
+        finished loads while the next step runs. more: of open loads. patience: seconds to wait for
+        the copies of those that end: mostly a last chunk, of which the request then runs a step
+        earlier."""
+        if not self._under_way:
+            return
+        # In the same mode as the worker's calls.
+        with torch.inference_mode():
+            last = self._extend(more)
+            self._advance()
+            for loading in last:
+                if loading.launched:
+                    loading.wait(patience)
+            if last:
                 self._advance()
 
     def stop(self, deadline: float) -> None:
@@ -200,6 +206,16 @@ class Loads:
         self._under_way.clear()
 
     # ---- inside
+
+    def _extend(self, more: Iterable[MoreBlocks]) -> list[Loading]:
+        """Go on with open loads. Returns those for which nothing follows."""
+        last = list[Loading]()
+        for one in more:
+            for loading in self._under_way:
+                if loading.spec.number == one.number:
+                    loading.extend(one.residents, one.last)
+                    last += [loading] if one.last else []
+        return last
 
     def _advance(self) -> None:
         for loading in list(self._under_way):

@@ -183,7 +183,9 @@ class VCacheWorker:
         return self.loads.ends(self._meta.idle)
 
     def report(self) -> WorkerReport | None:
-        """Return the report to the scheduler since the last call; None if it would be empty."""
+        """Return the report to the scheduler since the last call; None if it would be empty, and
+        the step ran the model. Of other steps vLLM shows the scheduler's half a report only, and
+        there loads are often over."""
         loads, link = self.loads, self._reached()
         if self.rests and link == self._link and not (self._introduce or self._stored):
             return None
@@ -198,7 +200,7 @@ class VCacheWorker:
         )
         loads.failed, loads.spans = set(), []
         self._introduce, self._echoes, self._link = False, set(), link
-        return None if report == WorkerReport() else report
+        return None if report == WorkerReport() and not self._meta.idle else report
 
     def _reached(self) -> Link:
         """This worker's connection to the offload tier. The bandwidth is rounded, so that not every

@@ -42,6 +42,11 @@ class Mark(Protocol):
         """Whether all work before the mark is done. Never waits. VCacheError: the device failed."""
         ...
 
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it is, without the interpreter; perhaps longer than `timeout_s`. Raises
+        VCacheError like `reached`."""
+        ...
+
 
 class CopyJob(NamedTuple):
     """Pages to copy in one launch, between a KV cache and addresses that this process can reach."""

@@ -30,6 +30,12 @@ class CudaMark(NamedTuple):
         with raising_as(VCacheError, "the work before a mark", RuntimeError):
             return bool(self.event.query())
 
+    def wait(self, timeout_s: float) -> bool:
+        # CUDA's wait has no deadline. If the device hangs, vLLM waits for it, too.
+        with raising_as(VCacheError, "the work before a mark", RuntimeError):
+            self.event.synchronize()
+        return True
+
 
 class CudaCompletion:
     """A copy on a stream of `device`; the copy is over once the stream reaches `end`. Any thread.
@@ -96,7 +102,9 @@ class CudaCopier(Copier):
                     kernel.launch(part, table, to_origin=to_origin, ctas=1)
 
     def mark(self) -> CudaMark:
-        return CudaMark(torch.cuda.current_stream(self.device).record_event())
+        # Who waits for it sleeps.
+        event = torch.cuda.Event(blocking=True)
+        return CudaMark(torch.cuda.current_stream(self.device).record_event(event))
 
     def fence(self, copy: Completion) -> None:
         if isinstance(copy, CudaCompletion):
