@@ -23,10 +23,11 @@ from server_cases import add_region, asked
 
 from vcache_backend.metadata_server.directory import Backlog
 from vcache_backend.metadata_server.processes import Peer, ProcessId
-from vcache_backend.metadata_server.publications import COMPARED, ForeignTable, InstancePublications
+from vcache_backend.metadata_server.publications import COMPARED, InstancePublications
 from vcache_backend.metadata_server.requests import Service
 from vcache_backend.metadata_server.residents import MAX_LOOKS, HitSearch, needed
 from vcache_backend.protocol import messages as m
+from vcache_backend.protocol.generation_table import ForeignTable
 from vcache_backend.vram_pool.generations import Generations
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"

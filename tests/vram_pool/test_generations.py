@@ -30,7 +30,7 @@ def table() -> Iterator[Generations]:
 
 @pytest.fixture
 def view(table: Generations) -> GenerationView:
-    return GenerationView.open(table.fd, ME, BLOCKS)
+    return GenerationView(table.fd, ME, BLOCKS)
 
 
 def u32(*values: int) -> bytes:
@@ -83,7 +83,7 @@ def test_a_machine_must_order_stores(table: Generations, monkeypatch: pytest.Mon
     with pytest.raises(SegmentError, match=said):
         Generations(ME, BLOCKS)
     with pytest.raises(SegmentError, match=said):
-        GenerationView.open(table.fd, ME, BLOCKS)
+        GenerationView(table.fd, ME, BLOCKS)
 
 
 # ---- two processes
@@ -111,7 +111,7 @@ def owner() -> Iterator[tuple[Worker, GenerationView]]:
     with Worker(nursery("test_generations"), Owner, name="an owner") as made:
         pid, fd = made.ask("fd")
         here = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
-        view = GenerationView.open(here, ME, BLOCKS)
+        view = GenerationView(here, ME, BLOCKS)
         os.close(here)
         yield made, view
 
