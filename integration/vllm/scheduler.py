@@ -157,7 +157,7 @@ class VCacheScheduler:
         tracked = self._track(request)
         tracked.local = tracked.supplied = local
         # A request that waits in front is not kept waiting for the answer of the last step.
-        ahead = self._idle and next(iter(self._waits.waiting), "") == request.request_id
+        ahead = self._idle and next(iter(self.waits.waiting), "") == request.request_id
         decision = self._decided(tracked, ask=ahead)
         if self._spans is not None and not decision.again:
             self._spans.looked_up(tracked, local, decision.tokens)
