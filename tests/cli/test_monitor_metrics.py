@@ -113,8 +113,7 @@ def test_prometheus_has_what_the_server_knows(alone: Stage) -> None:
     assert seen["vcache_instance_resident_blocks", "host", A.hex(), pid] == 12
     assert seen["vcache_read_bytes_total", "host", A.hex(), pid] == 1010 << 20
     assert seen["vcache_read_refused_chunks_total", "host", A.hex(), pid] == 2
-    assert seen["vcache_server_awaited_tokens_total",] == 512
-    assert seen["vcache_server_waited_seconds_total",] == 0.25
+    assert seen["vcache_server_loaded_tokens_total",] == 512
     assert seen["vcache_server_lookup_chunks_total",] == 10
     assert seen["vcache_server_lookup_hits_total",] == 6
     assert seen["vcache_namespace_asked_tokens_total", "llama", "cafe"] == 6 * 256
