@@ -382,7 +382,8 @@ class VCacheScheduler:
         block = context.groups.block
         if blocks is None or block != context.hash_block or not context.groups.plain:
             return False
-        return blocks.cached(request.block_hashes[token // block])
+        hashes, at = request.block_hashes, token // block
+        return at < len(hashes) and blocks.cached(hashes[at])
 
     def _track(self, request: Any) -> Tracked:
         tracked = self._requests.get(request.request_id)

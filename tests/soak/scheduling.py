@@ -296,6 +296,7 @@ class Instance(Planned):
         tables: Tables,
         blocks: int = 4000,
         arguments: dict[str, Any] | None = None,
+        role: str = "kv_both",
     ) -> None:
         """See `Planned`."""
         self.tables = tables
@@ -303,7 +304,7 @@ class Instance(Planned):
         # The model is written while this process runs.
         told |= {"connector.model": "tiny", "client.request_seconds": "10"}
         given = {"max_model_len": 4096, "max_num_batched_tokens": 1024} | (arguments or {})
-        transfer = our_connector(where.socket, 0, CHUNK, told)
+        transfer = our_connector(where.socket, 0, CHUNK, told) | {"kv_role": role}
         super().__init__(undo, transfer, where.model, tables, blocks, given)
         self.manager = self.scheduler.kv_cache_manager
         self.client = undo.enter_context(Client(where.socket, PATIENT))
