@@ -149,11 +149,14 @@ def test_a_killed_example_ends_what_it_started(tmp_path: Path) -> None:
         eventually(lambda: not with_words(folder))
 
 
-def test_each_worker_retrieves_what_the_other_has_stored_and_a_changed_byte_is_found() -> None:
-    done = ran(sys.executable, EXAMPLE.with_name("engine.py"), timeout=EXAMPLE_SECONDS)
-    assert done.returncode == 0, done.stderr
-    assert "64 of 64 chunks retrieved" in done.stdout
-    assert done.stdout.endswith("Every byte is right, and a wrong one is found.\n")
+@NEEDS_VLLM
+def test_each_worker_retrieves_what_the_other_has_stored_and_a_changed_byte_is_found(
+    tmp_path: Path,
+) -> None:
+    with forking(str(EXAMPLE.with_name("engine.py")), [], tmp_path / "log", {}) as worker:
+        assert worker.answer(EXAMPLE_SECONDS) == 0, worker.log
+        assert "64 of 64 chunks retrieved" in worker.log
+        assert worker.log.endswith("Every byte is right, and a wrong one is found.\n")
 
 
 @pytest.mark.parametrize(

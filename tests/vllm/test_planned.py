@@ -18,7 +18,7 @@ from soak.planned import MODELS, Planned, caught
 from soak.scheduling import Instance, Place, Tables, full, place, state, window
 
 pytestmark = needs_vllm
-PAIRS, TURNS = 60, 300
+PAIRS, TURNS = 60, 200
 """Questions about a kind of models, and steps of a run."""
 
 
