@@ -9,7 +9,8 @@ to the pool its vLLM does without; in place it is all vLLM's.
 
 An arm is a system and the policy that distributes its requests: `turn`, or the real `vllm-router`
 with `cache_aware`, with its threshold behind it. `prefix_32k_8` is `prefix` with prefixes of
-32 x 1,024 tokens and eight requests in flight.
+32 x 1,024 tokens and eight requests in flight; `prefix_32k_8_12x4` has 12 such prefixes, each with
+four prompts, and `prefix_32k_8_12x4_512` answers of 512 tokens.
 The systems with `_dp` are one server with data parallel ranks.
 
 Workloads are in `serving.workloads` and `serving.trace`. Every arm gets the same prompts, with
@@ -54,7 +55,7 @@ WORKLOADS = {
     "fork": workloads.fork,
     "chat": workloads.chat,
 }
-SHAPED = re.compile(r"prefix_(\d+)k_(\d+)")
+SHAPED = re.compile(r"prefix_(\d+)k_(\d+)(?:_(\d+)x(\d+))?(?:_(\d+))?")
 WARM_SECONDS, LOAD_SECONDS, LEAST_SECONDS = 60.0, 300.0, 20.0
 """When the warm-up and a phase are cut: what is not answered by then is an error. With less left
 than the last, no workload is begun.
@@ -91,21 +92,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     up[system] = servers
             for runs in loads.values():
                 _measure([arm for arm in options.arms if arm.system in up], up, runs, made)
-    for name, kind in zip(_named(options), options.workloads, strict=True):
+    for workload in [*options.workloads, *options.once]:
+        name, plan = joined(options.model, workload), _shaped(workload, sizes.plan)[1]
         made.report.add(compared(made.report.rows, name, len(options.gpus) == 4))
-        made.report.add(apart(made.report.rows, name, _shaped(kind, sizes.plan)[1]))
+        made.report.add(apart(made.report.rows, name, plan))
     return made.end()
-
-
-def _named(options: argparse.Namespace) -> list[str]:
-    """The workloads, as rows name them."""
-    return [joined(options.model, workload) for workload in options.workloads]
 
 
 def _loads(options: argparse.Namespace, sizes: Sizes) -> dict[str, list[Workload]]:
     """By workload its runs. Each has a seed of its own."""
     loads = dict[str, list[Workload]]()
-    for workload, run in product(options.workloads, options.runs):
+    every = [*product(options.workloads, options.runs), *product(options.once, options.runs[:1])]
+    for workload, run in every:
         kind, plan = _shaped(workload, sizes.plan)
         load = WORKLOADS[kind](msgspec.structs.replace(plan, seed=plan.seed + run))
         for phase in load.phases:
@@ -122,8 +120,11 @@ def _shaped(name: str, plan: Plan) -> tuple[str, Plan]:
     """A workload's kind and its plan."""
     if not (shape := SHAPED.fullmatch(name)):
         return name, plan
-    tokens, many = map(int, shape.groups())
-    return "prefix", msgspec.structs.replace(plan, prefix=1024 * tokens, concurrency=many)
+    tokens, many, prefixes, repeats, output = (int(part or 0) for part in shape.groups())
+    own = {"prefixes": prefixes, "repeats": repeats, "output": output}
+    shaped = {"prefix": 1024 * tokens, "concurrency": many}
+    shaped |= {name: value for name, value in own.items() if value}
+    return "prefix", msgspec.structs.replace(plan, **shaped)
 
 
 def _start(servers: Servers, sizes: Sizes, clock: Clock) -> None:
@@ -230,6 +231,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     option("--arms", type=_arms, default="alone:turn,inplace:turn", help=arms)
     usual = "prefix,fork,chat"
     option("--workloads", type=_workloads, default=usual, help=f"of {', '.join(WORKLOADS)}")
+    option("--once", type=_workloads, default=[], help="further ones, for the first run only")
     option("--scale", choices=SIZES, default="full")
     models = [kind for kind in KINDS if KINDS[kind].several]
     option("--model", choices=models, default="", help="in place of Llama's shape")
@@ -242,7 +244,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         kind = type(getattr(SIZES["full"].plan, name))
         load.add_argument(f"--{name.replace('_', '-')}", type=kind)
     options = made.parse_args(arguments)
-    if "trace" in options.workloads and not options.trace:
+    if "trace" in options.workloads + options.once and not options.trace:
         made.error("the workload `trace` needs --trace FILE")
     return options
 

@@ -88,28 +88,31 @@ async def _apart(
     """Ask a prefill server and a decode server: both at once, as examples/prefill_proxy.py and
     vLLM's proxy for Mooncake do. With NIXL the first answer says where the KV lies."""
     sent, asked, given = time.perf_counter(), dict[str, Any](), dict[str, Any]()
+    # NIXL's push and Mooncake know a request by its name.
+    name = f"{first}-{time.perf_counter_ns()}"
     if apart == "announced":
         given = {"vcache": {"announced": True, "wait_seconds": 60}}
     else:
         asked = {"do_remote_decode": True, "do_remote_prefill": False}
     if apart == "mooncake":
-        asked |= {"transfer_id": f"{first}-{time.perf_counter_ns()}"}
+        asked |= {"transfer_id": name}
         given = asked | {"do_remote_decode": False, "do_remote_prefill": True}
         given |= mooncake_peer(first)
-    prefill = asyncio.ensure_future(_first(session, first, _with(request.first, asked), answer))
+    body = _with(request.first, asked)
+    prefill = asyncio.ensure_future(_first(session, first, body, answer, name))
     try:
         given = (await prefill)["kv_transfer_params"] if apart == "nixl" else given
-        await complete(session, port, _with(request.body, given), answer)
+        await complete(session, port, _with(request.body, given), answer, name)
     except (OSError, ClientError, ValueError, KeyError) as error:
         answer.error = f"{type(error).__name__}: {error}"
     await asyncio.gather(prefill, return_exceptions=True)
     answer.sent = sent
 
 
-async def _first(session: ClientSession, port: int, body: bytes, answer: Answer) -> Any:
+async def _first(session: ClientSession, port: int, body: bytes, answer: Answer, name: str) -> Any:
     """Have a prefill server compute a prompt. What it says."""
-    url, kind = f"http://{HOST}:{port}/v1/completions", {"Content-Type": "application/json"}
-    async with session.post(url, data=body, headers=kind) as reply:
+    url, headers = _address(port, name)
+    async with session.post(url, data=body, headers=headers) as reply:
         text = await reply.read()
         answer.handed = time.perf_counter()
         if reply.status != 200:
@@ -122,12 +125,20 @@ def _with(body: bytes, params: dict[str, Any]) -> bytes:
     return body[:-1] + b',"kv_transfer_params":' + json.dumps(params).encode() + b"}"
 
 
-async def complete(session: ClientSession, port: int, body: bytes, answer: Answer) -> None:
-    """Send one request and note its times, or its error."""
+def _address(port: int, name: str) -> tuple[str, dict[str, str]]:
+    """A request's URL and headers. name: of the request; empty: the server gives it one."""
+    headers = {"Content-Type": "application/json"} | ({"X-Request-Id": name} if name else {})
+    return f"http://{HOST}:{port}/v1/completions", headers
+
+
+async def complete(
+    session: ClientSession, port: int, body: bytes, answer: Answer, name: str = ""
+) -> None:
+    """Send one request and note its times, or its error. name: see `_address`."""
     answer.sent = time.perf_counter()
-    url, kind = f"http://{HOST}:{port}/v1/completions", {"Content-Type": "application/json"}
+    url, headers = _address(port, name)
     try:
-        async with session.post(url, data=body, headers=kind) as reply:
+        async with session.post(url, data=body, headers=headers) as reply:
             if reply.status != 200:
                 raise ValueError(f"{reply.status}: {(await reply.text())[:300]}")
             async for event in reply.content:

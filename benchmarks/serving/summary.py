@@ -128,7 +128,8 @@ def apart(rows: Mapping[str, Row], workload: str, plan: Plan) -> list[Row]:
     """vcache with prefill apart, against the best other arm in each figure. Of prompts with
     common prefixes only the time to first token is of interest."""
     made, begin = list[Row](), f"vllm_serving_pd_vcache_turn_{workload}_"
-    shared, shape = plan.repeats > 1, workload.partition("prefix_")[2] or plan.concurrency
+    shared = plan.repeats > 1
+    shape = f"{plan.prefix // 1024}k_{plan.concurrency}_{plan.output}"
     limits = {"handover_p50": 0.8 if plan.concurrency == 1 else 0.65, "ttft_p50": 1 / 1.5}
     limits |= {"tpot_p50": 1.01, "gap_p99": 1.0, "requests_per_second": 1.0}
     for figure, limit in limits.items():

@@ -98,15 +98,16 @@ SYSTEMS = {
     "alone_dp": System(label="vLLM alone, data parallel", ranks=True),
     "inplace_dp": System(label="vcache in place, data parallel", share="in_place", ranks=True),
     "pool_dp": System(label="vcache, a pool, data parallel", share="pool", ranks=True),
-    # Prefill and decode apart; beside `alone` and `inplace`, whose servers do both.
-    "pd_vcache": System(label="vcache, prefill apart", share="in_place", apart="announced"),
-    "pd_vcache_hnd": System(
-        label="vcache, prefill apart, NIXL's layout",
+    # Prefill and decode apart; beside `alone` and `inplace`, whose servers do both. With blocks and
+    # layout of NIXL's best arm, since they decide how long a step that decodes takes.
+    "pd_vcache": System(
+        label="vcache, blocks of 64, NIXL's layout",
         share="in_place",
         apart="announced",
         block=64,
         layout="HND",
     ),
+    "pd_vcache_16": System(label="vcache, blocks of 16", share="in_place", apart="announced"),
     **{
         f"pd_nixl_{way.lower()}_{block}": _nixl(block, way)
         for way in ("Pull", "Push")

@@ -138,6 +138,17 @@ class KVBlocks:
             stop.next_free_block, follower.prev_free_block = follower, stop
         return stop
 
+    def free_last(self, number: int) -> bool:
+        """Make vLLM hand a free block out after all that are free now. False if a request has the
+        block."""
+        queue, block = self.pool.free_block_queue, self.pool.blocks[number]
+        if block.ref_cnt:
+            return False
+        last = queue.fake_free_list_tail.prev_free_block
+        if last is not block:
+            self.move(number, number, last)
+        return True
+
     @property
     def _first(self) -> Any:
         return self.pool.free_block_queue.fake_free_list_head.next_free_block
@@ -218,6 +229,7 @@ class TrackedBlockPool:
         """vLLM's prefix cache, or a request, may hold parts of blocks from before a reset. A part
         has no generation."""
         self._held: Callable[[], bool] = lambda: False
+        self._kept = set[int]()
         # The null block included: a block holds a request's bytes only after it was handed out and
         # written.
         generations.void_all()
@@ -227,11 +239,21 @@ class TrackedBlockPool:
         count = self._generations.blocks
         if blocks.count != count:
             raise ValueError(f"vLLM's pool has {blocks.count} blocks, its KV cache {count}")
+        blocks.before_taken.append(lambda _: self._hand_out_last(blocks))
         blocks.on_taken.append(self._void_taken)
         blocks.before_evicted.append(self._void_evicted)
         blocks.before_reset.append(self.void_all)
         blocks.on_emptied.append(self._emptied)
         self._held = lambda: bool(blocks.held)
+
+    def keep(self, number: int) -> None:
+        """Have vLLM hand this block of a running request out as late as blocks in its prefix cache,
+        where it has no hash, instead of first of all."""
+        self._kept.add(number)
+
+    def _hand_out_last(self, blocks: KVBlocks) -> None:
+        if self._kept:
+            self._kept = {number for number in self._kept if not blocks.free_last(number)}
 
     def void_all(self) -> None:
         """Void all blocks: the bytes stay, but their meaning changes."""

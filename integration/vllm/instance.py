@@ -72,6 +72,10 @@ class InstanceContext:
         """Hits end at multiples of this many tokens."""
         self.by_ends = in_place and not self.groups.plain
         """A hit in place ends only where all block tables have what it needs."""
+        self.tails = in_place and self.groups.plain and self.hash_block == self.groups.block
+        """A prefill server publishes the tokens behind a prompt's last whole block, too, and a
+        decode server loads all but the prompt's last token: the step that computes this token alone
+        runs as one CUDA graph, as steps that only decode do."""
         self.ranks = model.pp_size * (1 if model.use_mla else model.tp_size)
         """Shards of a chunk."""
         self._shards: dict[tuple[int, int], model_spec.ShardSpec] = {}
@@ -130,7 +134,21 @@ class InstanceContext:
         lookup.chunks = min(hashes // self.hashes, -(-tokens // self.chunk_size))
         held = lookup.chunks * self.hashes if self.publications is None else hashes
         lookup.most = min(tokens, held * self.hash_block // whole * whole)
+        if self.reads_tails and self.has_tail(request):
+            lookup.most = request.num_tokens - 1
         return lookup.most
+
+    @property
+    def reads_tails(self) -> bool:
+        """Whether this is a decode server that loads prompts to their last token. What a server
+        with a pool or an offload tier loads, or one that publishes, ends with a block."""
+        pooled = self.offload is not None or bool(self.config.pool.lent)
+        return self.tails and not self.stores and not pooled
+
+    def has_tail(self, request: Any) -> bool:
+        """Whether the tokens behind the request's last whole block have a name (`tail_hash`)."""
+        whole = bool(request.block_hashes) and request.prompt_embeds is None
+        return whole and not request.mm_features
 
     # ---- the workers' shards
 

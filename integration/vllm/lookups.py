@@ -27,7 +27,7 @@ from vcache_backend.protocol.messages import (
     of_ranks,
 )
 from vcache_backend.resident.mappings import Tables
-from vcache_backend.transfer.keys import adapter_digest, block_hashes, state_keys
+from vcache_backend.transfer.keys import adapter_digest, block_hashes, state_keys, tail_hash
 
 from .adapters import Adapters
 from .instance import InstanceContext
@@ -117,6 +117,19 @@ class Lookups:
             return named[first * HASH_BYTES : stop * HASH_BYTES]
         own = tracked.request.block_hashes[scale - 1 + first * scale : stop * scale : scale]
         return block_hashes(own, *tracked.lookup.computed_with or ())
+
+    def tail(self, tracked: Tracked, tokens: int) -> bytes:
+        """The name of what the request's first `tokens` tokens, without the last one, have behind
+        their last whole block; empty if they have nothing there, or no name. `name` must have
+        returned True."""
+        request, block = tracked.request, self._context.hash_block
+        whole = tokens // block
+        tokens -= 1
+        if whole * block >= tokens or not self._context.has_tail(request):
+            return b""
+        behind = request.all_token_ids[whole * block : tokens]
+        made = tail_hash(request.block_hashes[whole - 1], behind)
+        return block_hashes([made], *tracked.lookup.computed_with or ())
 
     def keys(self, tracked: Tracked, first: int, stop: int) -> list[ChunkKey]:
         """The keys (of rank 0) of the request's chunks [first, stop). `name` must have returned
@@ -303,11 +316,14 @@ class Lookups:
         each, begin, lookup = context.names, first * context.names, tracked.lookup
         promise = tracked.promise.number if tracked.promise.early else 0
         stop = lookup.chunks if own is None else len(tracked.request.block_hashes)
+        tail = self.tail(tracked, lookup.most + 1) if context.reads_tails else b""
+        if tail:
+            stop = lookup.most // context.hash_block
         return Find(
             context.prefix,
-            self.hashes(tracked, begin, stop, context.unit),
+            self.hashes(tracked, begin, stop, context.unit) + tail,
             each,
-            max(0, lookup.most // (context.unit * context.hash_block) - begin),
+            max(0, -(-lookup.most // (context.unit * context.hash_block)) - begin),
             context.ranks,
             own.instance if own is not None else InstanceId(b""),
             own is None,

@@ -83,6 +83,9 @@ class Publications:
         """Since the last `publish`, and runs of requests that are not trusted yet."""
         self._begun: list[Tracked] = []
         """Requests that begin in the step being planned."""
+        self._tails: list[tuple[Tracked, int, bytes]] = []
+        """Requests whose prompts the step being planned completes, with the number of the block
+        that is not whole, and its name."""
         self.pool = TrackedBlockPool(self.generations)
 
     def reset(self) -> None:
@@ -135,6 +138,11 @@ class Publications:
         request may begin with other blocks than those of the load."""
         tracked.in_place.loaded = UNLOADED
         self.generations.void(left)
+
+    def on_prompt(self, tracked: Tracked, number: int, name: bytes) -> None:
+        """Note that the step being planned computes a prompt's last tokens, in block `number` of
+        the only table, for another instance."""
+        self._tails.append((tracked, number, name))
 
     def on_cached(
         self,
@@ -193,7 +201,7 @@ class Publications:
         allowed: the blocks of how many leading hashes a request may publish; None: not yet. hashes:
         of a request's blocks [first, stop) of a table, for others, by the table's `scale`. Blocks
         that build on a void block stay void."""
-        if not (self._cached or self._begun):
+        if not (self._cached or self._begun or self._tails):
             return []
         soon, later, kept = list[BlockRun](), list[BlockRun](), list[CachedRun]()
         for run in self._cached:
@@ -220,6 +228,12 @@ class Publications:
                     told = later if waits else soon
                     told.append(made if count == length else made.cut(0, count))
         self._cached = kept
+        while self._tails:
+            tracked, number, name = self._tails.pop()
+            if allowed(tracked) and self._builds_on_right(tracked):
+                block = tracked.store.block_tables[self._numbers[0]][number : number + 1]
+                soon.append(self.filled(0, number, name, block))
+                self.pool.keep(block[0])
         while self._begun:
             # Now: later a window may have passed, and its blocks be somebody else's.
             tracked = self._begun.pop()

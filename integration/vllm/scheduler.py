@@ -87,6 +87,8 @@ class VCacheScheduler:
         """The blocks of requests for which this connector loads nothing, for the next step."""
         self._cancelled: set[str] = set()
         """Requests that have ended during their loads, for the next step."""
+        self._idle = False
+        """The last step runs no model, so there is time to wait for an answer of the server."""
         self._named = False
         """The workers know the instance's name, under which they show their KV caches."""
 
@@ -158,10 +160,19 @@ class VCacheScheduler:
         self._learn()
         tracked = self._track(request)
         tracked.local = tracked.supplied = local
-        decision = self._decide(tracked)
+        # A request that waits in front is not kept waiting for the answer of the last step.
+        ahead = self._idle and next(iter(self._waits.waiting), "") == request.request_id
+        decision = self._decided(tracked, ask=ahead)
         if self._spans is not None and not decision.again:
             self._spans.looked_up(tracked, local, decision.tokens)
         return decision.matched
+
+    def _decided(self, tracked: Tracked, ask: bool) -> LookupDecision:
+        """`_decide`. ask: read the answer to a question asked now, too, if there is none before."""
+        decision = self._decide(tracked)
+        if decision.again and ask and tracked.lookup.question is not None:
+            decision = self._decide(tracked)
+        return decision
 
     def _decide(self, tracked: Tracked) -> LookupDecision:
         """Look the request up, and decide what becomes of it."""
@@ -285,13 +296,11 @@ class VCacheScheduler:
         return found
 
     def _further(self, ask: bool) -> list[MoreBlocks]:
-        """What has come for open loads. Those whose requests no longer wait end. ask: read the
-        answers to the questions asked now, too."""
+        """What has come for open loads. Those whose requests no longer wait end. ask: see
+        `_decided`."""
         told = list[MoreBlocks]()
         for name, tracked in list(self._open.items()):
-            decision = self._decide(tracked) if tracked.wait.present else MISS
-            if decision.again and ask and tracked.lookup.question is not None:
-                decision = self._decide(tracked)
+            decision = self._decided(tracked, ask) if tracked.wait.present else MISS
             if decision.again:
                 continue
             if decision.wait is None:
@@ -304,7 +313,7 @@ class VCacheScheduler:
     def _metadata(self, output: Any) -> StepMetadata:
         """The step's metadata without stores."""
         meta = StepMetadata(self._loads, cancelled=self._cancelled)
-        meta.idle = not output.total_num_scheduled_tokens
+        meta.idle = self._idle = not output.total_num_scheduled_tokens
         meta.fresh = [load.blocks for load in self._loads]
         self._loads, self._cancelled = [], set()
         if self._open:

@@ -270,15 +270,30 @@ class StorePlanner:
         store = tracked.store
         # Speculative tokens may be taken back.
         store.written = min(reached, tracked.request.num_tokens)
+        prompt = tracked.request.num_prompt_tokens
+        if computed < prompt <= reached:
+            self._publish_tail(tracked)
         if reached < store.idle_until:
             return
         trusted = store.trusted_after <= self.trusted
         if reached >= store.complete_at and trusted:
             self._complete(tracked, computed, meta)
         if not self._groups.states or self._publications is not None:
-            store.idle_until = store.complete_at
+            ends = prompt if self._context.tails and reached < prompt else inf
+            store.idle_until = min(store.complete_at, ends)
         elif trusted:
             self._keep_states(tracked, reached, meta, offered)
+
+    def _publish_tail(self, tracked: Tracked) -> None:
+        """Publish the tokens behind a prompt's last whole block, too, if the request wants one
+        token: a decode server asked for the prompt."""
+        own, request = self._publications, tracked.request
+        if own is None or not self._context.tails or request.max_tokens != 1 or request.resumable:
+            return
+        tokens = request.num_prompt_tokens
+        named = self._may_store(tracked) and self._lookups.name(tracked)
+        if named and (name := self._lookups.tail(tracked, tokens)):
+            own.on_prompt(tracked, tokens // self._context.hash_block, name)
 
     def _complete(self, tracked: Tracked, before: int, meta: StepMetadata) -> None:
         """Store the chunks that the step completes. before: the tokens before the step.

@@ -120,6 +120,28 @@ def test_nothing_is_told_before_the_step_that_wrote_it_is_over(owner: Owner) -> 
     assert owner.found(1, 2) == [True, True]
 
 
+def test_what_ends_a_prompt_is_told_before_what_begins_another(
+    here: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both in one step. The server takes as long for the second as for all its blocks."""
+    owner, told = Owner(here, few=1), list[list[int]]()
+    publish = owner.client.publish
+
+    def noted(publication: Publish) -> int:
+        told.append([run.count for run in publication.runs])
+        return publish(publication)
+
+    monkeypatch.setattr(owner.client, "publish", noted)
+    owner.join()
+    begins, ends = owner.publish(1, Step()), owner.publish(2, Step()).cut(0, 1)
+    assert owner.publisher.outbox.flush(SECONDS)
+    told.clear()
+    owner.publisher.submit([begins, ends], 0, Step())
+    assert owner.publisher.outbox.flush(SECONDS)
+    assert told == [[1], [2]]
+    owner.close()
+
+
 def test_what_nobody_looks_for_is_told_later(here: Node) -> None:
     """What an instance has loaded lies elsewhere, too; and it is on the way to a token."""
     owner, steps = Owner(here, together=10 * SECONDS), [Step() for _ in range(3)]

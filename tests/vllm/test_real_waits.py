@@ -244,6 +244,19 @@ def test_every_step_without_a_model_run_is_reported(here: Node) -> None:
 
 
 @once
+def test_what_comes_at_once_is_seen_in_the_step_that_asks(here: Node) -> None:
+    known, tokens = (new_tokens(2 * CHUNK + 1) for _ in range(2))
+    here.keep(here.a, known)
+    # A new owner's KV cache is mapped in the background.
+    here.b.one(known)
+    here.b.add("second", tokens, params=announced(80))
+    assert here.b.step(3) == {}
+    here.keep(here.a, tokens)
+    assert here.b.step(1) == {}
+    alike(here, here.b.step(Prompt(tokens).max_tokens)["second"], 2 * CHUNK, tokens)
+
+
+@once
 @pytest.mark.parametrize("beside", [False, True])
 def test_what_comes_last_is_asked_for_copied_and_proved_in_one_step(
     here: Node, beside: bool

@@ -12,6 +12,7 @@ namespace's fingerprint:
 - LMCache's (`vcache-lmcache-1`): the count of tag names and values, then the sorted names and
   values, each after its length, then LMCache's hash, signed
 - vLLM's: the first 16 bytes of vLLM's hash of the chunk's last block, unchanged
+- what stands for vLLM's hash of the tokens behind a prompt's last block: see `tail_hash`
 - vLLM's, with a version of the weights, an adapter, or both: those 16 bytes, exclusive or with the
   digest of the version's and the adapter's digests (not keyed, `vcache-mask-1`)
 - of a version (256 bits, not keyed, `vcache-weights-1`): its name
@@ -31,7 +32,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from typing import Any
 
 import numpy as np
@@ -128,6 +129,14 @@ def block_hashes(hashes: Sequence[bytes], *computed_with: bytes) -> bytes:
     if any(computed_with):
         made = made ^ np.frombuffer(_mask(*filter(None, computed_with)), dtype="<u8")
     return made.tobytes()
+
+
+def tail_hash(last: bytes, tokens: Sequence[int]) -> bytes:
+    """Make what stands for a hash of vLLM's for a prompt's tokens behind its last whole block.
+    last: vLLM's hash of this block, SHA-256. tokens: all behind it but the prompt's last one."""
+    made = sha256(b"vcache-tail-1" + last)
+    made.update(np.asarray(tokens, "<u8").tobytes())
+    return made.digest()
 
 
 def _mask(*digests: bytes) -> bytes:

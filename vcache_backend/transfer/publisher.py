@@ -8,7 +8,7 @@ import math
 import time
 from collections import deque
 from contextlib import suppress
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, takewhile
 from operator import attrgetter, itemgetter
 
 import numpy as np
@@ -61,11 +61,13 @@ class Publisher:
         blocks: int,
         *,
         most: int = 1024,
+        few: int = 64,
         together: float = 0.1,
         retry: float = 1.0,
     ) -> None:
         """blocks: vLLM's number of blocks. most: publications that wait for the end of their step;
-        further ones are dropped, and other instances miss the blocks. together: for how many
+        further ones are dropped, and other instances miss the blocks. few: runs of so many blocks,
+        which mostly end a prompt, come before the longer ones of their step. together: for how many
         seconds publications that nobody waits for wait for further ones. retry: the first pause
         before everything is published again, since the server refuses until the scheduler has
         shown its generations."""
@@ -75,7 +77,7 @@ class Publisher:
         self._tables = Tables(client)
         self._due = math.inf
         """When to publish all blocks again; infinite while the server has them."""
-        self._most, self._together = most, together
+        self._most, self._few, self._together = most, few, together
         self._pauses = Backoff(retry, 60.0)
         self.outbox = Outbox(stats.failed)
         client.on_return.append(self._returned)
@@ -139,8 +141,11 @@ class Publisher:
             while self._waiting and self._waiting[0][0].reached():
                 reached.append(self._waiting.popleft()[1])
         for epoch, group in groupby(reached, key=attrgetter("epoch")):
-            runs = [run for publication in group for run in publication.runs]
-            self._publish(Publish(self._instance, self._rank, runs, epoch))
+            runs = [run for one in group for run in sorted(one.runs, key=lambda run: run.count)]
+            few = list(takewhile(lambda run: run.count <= self._few, runs))
+            for part in (few, runs[len(few) :]):
+                if part:
+                    self._publish(Publish(self._instance, self._rank, part, epoch))
 
     def _drop_failed(self, error: Exception) -> None:
         """Drop the next publication if nobody can know whether its step is over."""

@@ -212,13 +212,14 @@ class Groups:
         """List the blocks to load in place for the tokens [local, end), and where each table's
         blocks are in this list. Tables that attend to all tokens come first, from `begin` on.
 
-        begin, local, end: multiples of all blocks; begin <= local. -1 stands for a block before
-        `local`, which vLLM has, and for a block that vLLM does not want."""
+        begin, local, end: multiples of all blocks, except an `end` within the last block of a
+        model with one table; begin <= local. -1 stands for a block before `local`, which vLLM has,
+        and for a block that vLLM does not want."""
         listed, spans = list[int](), list[Span]()
         for group in [*self.groups, *self.states]:
             size, table = group.block_size, self.all.index(group)
             first = begin // size if group.full else max(group.needed(end), local // size)
-            row, had = rows[group.number][first : end // size], max(0, local // size - first)
+            row, had = rows[group.number][first : -(-end // size)], max(0, local // size - first)
             row[:had] = [-1] * had
             if not group.full:
                 row = [number or -1 for number in row]
