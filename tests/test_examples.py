@@ -4,6 +4,7 @@ instances, and a Mooncake store.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -125,11 +126,13 @@ def test_the_example_shows_the_second_instance_read_what_the_first_computed(tmp_
 @NEEDS_VLLM
 @pytest.mark.timeout(EXAMPLE_SECONDS + 20)
 def test_a_real_model_answers_in_the_same_words_from_kv_that_another_server_computed(
-    tmp_path: Path,
+    tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
+    """The converted model is kept, as it is for users, until the example changes."""
     ports = ",".join(map(str, free_ports(2)))
     given = f"--json --ports {ports} --logs {tmp_path}/run".split()
-    environment = {"XDG_CACHE_HOME": str(tmp_path)}
+    version = hashlib.sha256(REAL_MODEL.read_bytes()).hexdigest()[:8]
+    environment = {"XDG_CACHE_HOME": str(pytestconfig.cache.mkdir(f"real-model-{version}"))}
     with forking(str(REAL_MODEL), given, tmp_path / "log", environment) as worker:
         assert worker.answer(EXAMPLE_SECONDS) == 0, worker.log
         said = worker.log
