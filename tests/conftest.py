@@ -96,6 +96,16 @@ def memfd() -> Iterator[int]:
     os.close(fd)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """The processes of pytest-xdist are forked from one that has imported what tests import."""
+    from processes import nursery
+
+    program, home = Path(__file__).with_name("support") / "warm.py", nursery("warm")
+    for spec in specs:
+        spec.python = f"{sys.executable} {program} {home.address}"
+
+
 def pytest_collection_finish(session: Any) -> None:
     """What vLLM finds out about a model, in seconds, it keeps for all instances of these tests, and
     for no others. The second process is the first that has nothing to do: it has the nursery of all

@@ -27,7 +27,8 @@ class Level(NamedTuple):
     at most so many seconds. seconds: the longest that the level itself takes. silence: seconds
     after which a silent process counts as ended. prepare: fills the shared folder. longest_stop:
     seconds that a process stays stopped, at most. lends: bytes that an instance lends to a pool,
-    through which it shares; 0: it shares in place. pause: seconds between two mishaps, on average."""
+    through which it shares; 0: it shares in place. pause: loads and answers between two
+    mishaps, on average."""
 
     life: Callable[[Settings, Connection], None]
     counts: dict[Role, int]
@@ -43,7 +44,7 @@ class Level(NamedTuple):
     longest_stop: float = 0.6
     pauses: float = 0.0
     lends: int = 0
-    pause: float = 0.5
+    pause: float = 50.0
 
 
 INPLACE = Level(
@@ -79,7 +80,7 @@ SOAK = Level(
     controls=("no comparison",),
     # Longer than pins and reservations last.
     longest_stop=3.0,
-    pause=1.0,
+    pause=100.0,
     # Ten of 96 chunks a worker.
     lends=10 * CHUNK_BYTES,
 )
@@ -111,6 +112,7 @@ def death(lends: int = 0) -> Level:
         reuse_hits=0.02,
         controls=("no comparison",),
         pauses=0.7,
+        pause=4.0,
         lends=lends,
         seconds=360.0 if on_gpus else 1200.0,
         silence=240.0,

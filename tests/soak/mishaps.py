@@ -39,10 +39,11 @@ def server(folder: Path) -> MetadataServer:
 
 
 class Mishaps:
-    """Causes random mishaps in a thread of its own, from `start` to `end`.
+    """Causes random mishaps in a thread of its own, from `start` to `end`. However slow the machine,
+    as much is done between two of them.
 
-    counts: by kind. recent: the last ones. killed: the pids of instances that it has killed. ended:
-    how many servers ended by themselves. error: the soak's own fault, for its main thread."""
+    counts: by kind. recent: the last ones. killed: the pids of instances that it has killed. ended: how many servers ended by
+    themselves. done: loads and answers so far, as the main thread says. error: the soak's own fault, for that thread."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class Mishaps:
         self.counts: Counter[str] = Counter()
         self.recent: list[str] = []
         self.killed: set[int] = set()
-        self.ended = 0
+        self.ended = self.done = 0
         self.error: Exception | None = None
         self._server, self._pids, self._weights = server, pids, weights
         self._dice = random.Random(f"mishaps {seed}")
@@ -65,7 +66,7 @@ class Mishaps:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self, pause: float) -> None:
-        """Begin, unless it has begun. pause: seconds between two mishaps, on average."""
+        """Begin, unless it has begun. pause: loads and answers between two mishaps, on average."""
         if not self._thread.ident:
             self._pause = pause
             self._thread.start()
@@ -84,9 +85,11 @@ class Mishaps:
 
     def _run(self) -> None:
         try:
-            while not self._over.wait(self._dice.expovariate(1 / self._pause)):
-                kinds, weights = list(self._weights), list(self._weights.values())
-                self._happen(self._dice.choices(kinds, weights)[0])
+            kinds, weights, due = list(self._weights), list(self._weights.values()), 0.0
+            while not self._over.wait(0.01):
+                if self.done >= due:
+                    self._happen(self._dice.choices(kinds, weights)[0])
+                    due = self.done + self._dice.expovariate(1 / self._pause)
             # Here, since the server that this thread has started ends with it.
             self._look_at_server()
         except Exception as error:  # noqa: BLE001 - raised by the main thread

@@ -78,13 +78,14 @@ class Soak:
         self._undo.close()
 
     def run(self, over: Callable[[Result, float], bool]) -> Result:
-        """Run until `over(result, seconds)` is true. Mishaps begin with the first answer, where
-        answers are compared."""
+        """Run until `over(result, seconds)` is true. Mishaps begin with the first load or answer."""
         shown = started = time.monotonic()
         while not over(self.result, (now := time.monotonic()) - started):
             self._hear()
             self._waker.look(self._pids())
-            if self.result.outcomes.answers or "vllm" not in self._level.counts:
+            seen = self.result.outcomes
+            if done := seen.loads + seen.answers:
+                self._mishaps.done = done
                 self._mishaps.start(self._level.pause)
             self._mishaps.look()
             if now - shown > PROGRESS_SECONDS:

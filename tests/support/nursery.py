@@ -83,8 +83,12 @@ def _fork(message: bytes, fds: list[int], ours: list[socket.socket]) -> int:
         for each in ours:
             each.close()
         try:
-            _become(pickle.loads(message), fds)
-            _obey(Connection(fds[0]))
+            setting = pickle.loads(message)
+            _become(setting, fds)
+            if program := setting.get("program"):
+                exec(program, vars(sys.modules["__main__"]))
+            else:
+                _obey(Connection(fds[0]))
         except BaseException:  # noqa: BLE001 - the process's outermost loop
             traceback.print_exc()
         finally:
@@ -95,17 +99,20 @@ def _fork(message: bytes, fds: list[int], ours: list[socket.socket]) -> int:
 
 
 def _become(setting: dict[str, Any], fds: list[int]) -> None:
-    """The leader of a session, which dies with the nursery."""
+    """The leader of a session, which dies with the nursery. fds: of a program its standard streams;
+    else a pipe to the test, and what both outputs go to, if not where the nursery's do."""
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    if setting["apart"] is not None:
+    if setting.get("apart") is not None:
         _isolate(setting["apart"])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if len(fds) > 1:
-        os.dup2(fds[1], 1)
-        os.dup2(fds[1], 2)
-        os.close(fds[1])
-    if setting["folder"] is not None:
+    streams = fds if "program" in setting else [None, *fds[1:] * 2]
+    for number, fd in enumerate(streams):
+        if fd is not None:
+            os.dup2(fd, number)
+    for fd in {*streams} - {None}:
+        os.close(fd)
+    if setting.get("folder") is not None:
         os.chdir(setting["folder"])
     if setting["environment"] is not None:
         os.environ.clear()

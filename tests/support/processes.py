@@ -353,11 +353,12 @@ class Nursery:
         self.name = f"the nursery of {', '.join(modules)}"
         # The process that ends with the tests, also with pytest-xdist.
         tests = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
-        address = f"\0vcache-{tests}-{'-'.join(modules)}"
+        self.address = f"vcache-{tests}-{'-'.join(modules)}"
+        """In the abstract namespace."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-            if _bound(listener, address):
+            if _bound(listener, f"\0{self.address}"):
                 _start_nursery(listener, tests, modules, environment)
-        self._socket = eventually(lambda: _connected(address))
+        self._socket = eventually(lambda: _connected(f"\0{self.address}"))
         atexit.register(self._socket.close)
         self._socket.settimeout(IMPORT_SECONDS)
         _, (self._log,), _, _ = socket.recv_fds(self._socket, 64, 1)
