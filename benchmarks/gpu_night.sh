@@ -17,6 +17,7 @@
 #   tables   in place, hits that end as vLLM's own do, bit for bit, with flipped bytes: Gemma 3, gpt-oss, LFM 2, Granite 4, Qwen3-Next   6 minutes on one GPU
 #            TABLES=gdn: Qwen3-Next alone, 2 minutes; TABLES=v4: DeepSeek V4, which wants the parts tile and cutlass
 #   groups   in place: async_ttft of the shapes of gpt-oss and Gemma 3, with CUDA graphs            7 minutes; nothing beside it
+#            TIMED=ttft,ttft_gpt_oss: of Llama's and gpt-oss's
 #   models   through a pool: Gemma 3, gpt-oss, LFM 2; fp8, MLA, n-gram, tensor parallel 2, the first three in place, too   7 minutes
 #   which    how each text generation model of vLLM's registry is cached (docs/vllm/models.md); beside anything   6 minutes
 #   copies   copies, engine, metadata server                                                        2 minutes
@@ -174,7 +175,7 @@ tables() {
   for each in ${TABLES:-gemma3,gpt_oss conv,mamba2,gdn}; do ttft "tables_${each//,/_}" 500 "$each" "${in_place[@]}" --scale beside & done
   wait
 }
-groups() { ttft groups 420 ttft_gpt_oss,ttft_gemma3 "${in_place[@]}" --kv-gib 6 --rounds 5; }
+groups() { ttft groups 420 "${TIMED:-ttft_gpt_oss,ttft_gemma3}" "${in_place[@]}" --kv-gib 6 --rounds 5; }
 which() { timeout $((until - SECONDS)) "$python" scripts/which_models.py run "$out/which_models.json" > "$logs/which.txt" 2>&1; echo "== which: rc $?"; }
 copies() { "$python" -m benchmarks --out "$out/copies.json" --commit "${COMMIT:-}" 2>&1 | tail -n 60; }
 soak() {

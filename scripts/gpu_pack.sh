@@ -45,6 +45,9 @@ for tag in 2014 2010 1; do target+=(--platform "manylinux${tag}_x86_64"); done
   printf 'fused_q_cutedsl = None\n\n\ndef is_fused_q_cutedsl_supported(*tensors, **flags):\n    return False\n' \
     > models/deepseek_v32/nvidia/ops/fused_q_cutedsl.py
   (cd .. && cp --parents vllm/models/deepseek_v32/nvidia/ops/fused_q_cutedsl.py "$work/gemm/")
+  # The host's NCCL is older than 2.29.7: vLLM asks whether it can be suspended before it does so, but not when it loads the library.
+  sed -i 's/elif func.name == "ncclGetLastError":/elif func.name in ("ncclGetLastError", "ncclCommSuspend", "ncclCommResume"):/' \
+    distributed/device_communicators/pynccl_wrapper.py
   mv _C_stable_libtorch.abi3.so "$work/c/vllm/"
   mv _moe_C_stable_libtorch.abi3.so _flashmla_C.abi3.so "$work/moe/vllm/"
   mv vllm_flash_attn/_vllm_fa3_C.abi3.so "$work/fa3/vllm/vllm_flash_attn/"

@@ -11,7 +11,7 @@ from typing import Any
 
 from vcache_backend.prove.instance import SECONDS, Serving, main
 
-if find_spec("triton"):  # vLLM for CPUs has none.
+if find_spec("triton"):  # Without a GPU there may be none.
     from triton.runtime.autotuner import Autotuner
 
     # Take the first of a kernel's configurations: by trial, instances that start beside each other
