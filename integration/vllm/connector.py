@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -173,7 +173,7 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
     def open_nothing(self) -> None:
         """Have no open loads: beside other connectors, only what is there counts as a hit."""
         if self._scheduler is not None:
-            self._scheduler.open_nothing()
+            self._scheduler.waits.open_nothing()
 
     @guarded(answer(None))
     def on_new_request(self, request: Any) -> None:
@@ -198,19 +198,12 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
             self._awaited.expect(request.request_id)
-            self._allocated(request, blocks, num_external_tokens)
-        else:
-            self._given(request, blocks)
+        self._allocated(request, blocks, num_external_tokens)
 
     @guarded(answer(None))
     def _allocated(self, request: Any, blocks: Any, external: int) -> None:
         if self._scheduler is not None:
             self._scheduler.allocated(request, blocks, external)
-
-    @guarded(answer(None))
-    def _given(self, request: Any, blocks: Any) -> None:
-        if self._scheduler is not None:
-            self._scheduler.given(request, blocks)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         meta = self._describe(scheduler_output)
@@ -301,13 +294,9 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         if self._worker is None:
             return
         self._look_outside()
-        self._try(self._worker.register, kv_caches)
-
-    def _try(self, begin: Callable[..., None], *given: Any) -> None:
-        """Call `begin`. A VCacheError is no mistake of ours: it names what to change."""
         try:
-            begin(*given)
-        except VCacheError as error:
+            self._worker.register(kv_caches)
+        except VCacheError as error:  # no mistake of ours: it names what to change
             self.fail(str(error))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -333,7 +322,7 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         """Use the KV cache again, whose empty memory is back at the same addresses. vLLM 0.33 and
         later call it."""
         if self._worker is not None:
-            self._try(self._worker.wake)
+            self._worker.wake()
 
     @guarded(answer(None))
     def _look_outside(self) -> None:

@@ -31,7 +31,8 @@ from vcache_backend.transfer.keys import adapter_digest, block_hashes, state_key
 
 from .adapters import Adapters
 from .instance import InstanceContext
-from .requests import FAILED, LATE, PROMISED_SECONDS, Answer, AnswerState, Question, Tracked
+from .metadata import Chunks
+from .requests import FAILED, LATE, PROMISED_SECONDS, Answer, Question, Tracked
 from .telemetry.stats import Meter
 
 log = logging.getLogger("vllm.vcache")
@@ -138,6 +139,12 @@ class Lookups:
         hashes = self.hashes(tracked, first * each, stop * each, context.unit)
         return chunk_keys(context.prefix, hashes, each)
 
+    def chunks(self, tracked: Tracked, first: int, stop: int, parts: int = 0) -> Chunks:
+        """The same for a worker, with the state's `parts` behind them."""
+        context, each = self._context, self._context.names
+        hashes = self.hashes(tracked, 0, stop * each, context.unit)
+        return Chunks(context.prefix, hashes, each, first, parts)
+
     def send(self, tracked: Tracked, first: int) -> None:
         """Ask the server for the chunks from number `first` on, and return. `name` must have made
         the keys; `find` reads the answer."""
@@ -211,7 +218,7 @@ class Lookups:
                 answer = self._answer(client, tracked, first, over)
             except VCacheError as error:
                 answer = self._failed(error, late=late_since is not None)
-        self._late = answer.state is AnswerState.LATE
+        self._late = answer is LATE
         if self._late:
             lookup.late_since = late_since or now
             return answer

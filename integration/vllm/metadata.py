@@ -11,7 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from vcache_backend.protocol.messages import BlockRun, ChunkKey, ResidentRun
+from vcache_backend.protocol.messages import BlockRun, ChunkKey, ResidentRun, chunk_keys
+from vcache_backend.transfer.keys import state_keys
 
 from .model.spec import ShardSpec
 
@@ -36,6 +37,29 @@ def _unpacked(kind: type[_Spec], data: bytes) -> _Spec:
     return msgspec.msgpack.decode(data, type=kind)
 
 
+class Chunks(_Spec, frozen=True):
+    """Consecutive chunks of a request, whose keys (of rank 0) the worker makes.
+
+    hashes: packed, of the request's blocks up to the last chunk's end. each: hashes of a chunk.
+    first: the number of the first chunk; those before are the `prefix`. parts: also of the state
+    behind the last chunk."""
+
+    namespace: bytes = b""
+    hashes: bytes = b""
+    each: int = 1
+    first: int = 0
+    parts: int = 0
+
+    @property
+    def keys(self) -> list[ChunkKey]:
+        made = chunk_keys(self.namespace, self.hashes, self.each)
+        return made[self.first :] + (state_keys(made[-1:], self.parts) if self.parts else [])
+
+    @property
+    def prefix(self) -> list[ChunkKey]:
+        return chunk_keys(self.namespace, self.hashes, self.each)[: self.first]
+
+
 class PublicationSpec(_Spec, frozen=True):
     """A publication: blocks that other instances may read in this KV cache after the step, or once
     they are loaded.
@@ -51,21 +75,20 @@ class PublicationSpec(_Spec, frozen=True):
 class LoadSpec(_Spec, frozen=True):
     """A load: fill blocks of one request, from consecutive chunks or from other KV caches.
 
-    keys: the keys of rank 0; none: all blocks are in `residents`. blocks: vLLM's block numbers,
-    with keys from the first block of the first chunk on; -1: leave out. tokens: how many leading
+    chunks: none: all blocks are in `residents`. blocks: vLLM's block numbers, with chunks from the
+    first block of the first one on; -1: leave out. tokens: how many leading
     blocks count as tokens; 0: all, of chunks with several block tables those of the first table.
     offload: also read from the offload tier. promote: store chunks from the offload tier in the
-    pool again. prefix: see `StoreSpec`, if `offload`. residents: blocks in other instances' KV
+    pool again. residents: blocks in other instances' KV
     caches, numbered as in `blocks`. publication: of the blocks once all are loaded. number: of the
     load, never used again; 0: load nothing and report a failure. open: `MoreBlocks` may follow."""
 
     request_id: str
-    keys: list[ChunkKey] = []
+    chunks: Chunks = Chunks()
     blocks: list[int] = []
     tokens: int = 0
     offload: bool = False
     promote: bool = False
-    prefix: list[ChunkKey] = []
     residents: list[ResidentRun] = []
     publication: PublicationSpec | None = None
     number: int = 0
@@ -82,14 +105,11 @@ class MoreBlocks(_Spec, frozen=True):
 
 
 class StoreSpec(_Spec, frozen=True):
-    """A store: consecutive chunks of a request that this step completes.
+    """A store of chunks that this step completes. blocks: vLLM's block numbers of all chunks, in
+    order."""
 
-    keys: the keys of rank 0. blocks: vLLM's block numbers of all chunks, in order. prefix: the keys
-    of all earlier chunks."""
-
-    keys: list[ChunkKey]
+    chunks: Chunks
     blocks: list[int]
-    prefix: list[ChunkKey]
 
 
 class SavedChunks(_Spec, frozen=True):

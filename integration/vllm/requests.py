@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -71,22 +70,13 @@ def read_params(params: object) -> RequestParams:
 # ---- look-ups
 
 
-class AnswerState(Enum):
-    """HERE: the answer counts. LATE: it has not come, so ask again in the next step. FAILED: it did
-    not come within the deadline, or there is no server."""
-
-    HERE = 0
-    LATE = 1
-    FAILED = 2
-
-
 class Answer(msgspec.Struct):
     """The answer to a look-up. Chunks and tokens are counted from the prompt's start."""
 
     first: int
     """The first chunk that was looked up."""
     hits: int
-    """Chunks [first, hits) can be loaded whole. None if the answer is not `HERE`."""
+    """Chunks [first, hits) can be loaded whole."""
     pooled: int
     """Hits below this number are in the pool or in KV caches, later hits in the offload tier."""
     at: float
@@ -113,7 +103,6 @@ class Answer(msgspec.Struct):
     """Of the namespace."""
     counted: bool = False
     """The metrics contain this answer."""
-    state: AnswerState = AnswerState.HERE
 
     @property
     def offloaded(self) -> bool:
@@ -143,8 +132,10 @@ class Answer(msgspec.Struct):
         ]
 
 
-LATE = Answer(0, 0, 0, 0.0, 0.0, state=AnswerState.LATE)
-FAILED = Answer(0, 0, 0, 0.0, 0.0, counted=True, state=AnswerState.FAILED)
+LATE = Answer(0, 0, 0, 0.0, 0.0)
+"""The answer has not come: ask again in the next step."""
+FAILED = Answer(0, 0, 0, 0.0, 0.0, counted=True)
+"""The answer did not come within the deadline, or there is no server."""
 
 
 class Question(msgspec.Struct):
@@ -228,9 +219,9 @@ class WaitState(msgspec.Struct):
     state."""
 
     wait: Wait | None = None
-    """None before the wait. A request waits once."""
-    over: bool = False
-    """The wait has ended."""
+    """The present wait."""
+    waited: bool = False
+    """A wait has begun. A request waits once."""
     asked: float = 0.0
     """When the server was last asked during the wait (time.monotonic)."""
     seconds: float = 0.0
@@ -243,11 +234,6 @@ class WaitState(msgspec.Struct):
     leads: bytes = b""
     """The name of the first chunk that the request loads or waits for. Other requests that lack
     this chunk may follow the request."""
-
-    @property
-    def present(self) -> Wait | None:
-        """The wait, unless it has ended."""
-        return None if self.over else self.wait
 
 
 # ---- blocks and stores

@@ -61,10 +61,10 @@ class VCacheScheduler:
         )
         self.publications = context.publications
         self._requests: dict[str, Tracked] = {}
-        self.lookups, self._waits = Lookups(context, meter), Waits(context, meter)
+        self.lookups, self.waits = Lookups(context, meter), Waits(context, meter)
         self._promises = PromiseSender(context, self.lookups)
         self._planner = StorePlanner(context, self.lookups, compat.spec_kind(kv_cache_config))
-        parts = self.lookups, self._waits, self._promises, self._planner
+        parts = self.lookups, self.waits, self._promises, self._planner
         self.resets = Resets(context, self._requests, *parts)
         self.duplicates: Duplicates | None = None
         """None until vLLM has shown its block pool, and unless KV caches are shared in place and
@@ -93,10 +93,6 @@ class VCacheScheduler:
         """The workers know the instance's name, under which they show their KV caches."""
 
     # ---- the start and the end
-
-    def open_nothing(self) -> None:
-        """See `Waits.open_nothing`."""
-        self._waits.open_nothing()
 
     def watch(self, pool: Any, fail: Callable[[str, Exception], None]) -> None:
         """Note vLLM's `BlockPool`, which vLLM shows before the first request. fail: see
@@ -161,7 +157,7 @@ class VCacheScheduler:
         tracked = self._track(request)
         tracked.local = tracked.supplied = local
         # A request that waits in front is not kept waiting for the answer of the last step.
-        ahead = self._idle and next(iter(self._waits.waiting), "") == request.request_id
+        ahead = self._idle and next(iter(self.waits.waiting), "") == request.request_id
         decision = self._decided(tracked, ask=ahead)
         if self._spans is not None and not decision.again:
             self._spans.looked_up(tracked, local, decision.tokens)
@@ -176,7 +172,7 @@ class VCacheScheduler:
 
     def _decide(self, tracked: Tracked) -> LookupDecision:
         """Look the request up, and decide what becomes of it."""
-        context, lookups, waits, local = self.context, self.lookups, self._waits, tracked.local
+        context, lookups, waits, local = self.context, self.lookups, self.waits, tracked.local
         if (
             not tracked.may_load
             or self.resets.clearing
@@ -187,7 +183,7 @@ class VCacheScheduler:
         least = context.config.connector.min_hit_tokens
         if context.measure(tracked) - local < least or not lookups.name(tracked):
             return MISS
-        wait, opened = tracked.wait.present, tracked.load is not None
+        wait, opened = tracked.wait.wait, tracked.load is not None
         first = wait.probes if wait and opened else local // context.chunk_size
         if not opened and waits.follows(tracked, first):
             return FOLLOW
@@ -214,21 +210,21 @@ class VCacheScheduler:
             request.shared_prefix_boundary = answer.found
 
     def allocated(self, request: Any, blocks: Any, external: int) -> None:
-        """Prepare the load of `external` tokens into `blocks`, reserved for the request."""
+        """Prepare the load of `external` tokens into `blocks`, reserved for the request. Without
+        any, another connector may load into them before the request's first step: not before our
+        stores have read them."""
+        if not external:
+            if self.publications is None:
+                self._given[request.request_id] = blocks
+            return
         tracked = self._requests[request.request_id]
         tracked.supplied = tracked.local + external
-        self._waits.on_load(tracked)
+        self.waits.on_load(tracked)
         tracked.load = self._planner.load(tracked, blocks.get_block_ids())
         self._promises.on_load(tracked)
         self._loads.append(tracked.load)
         if tracked.load.open:
             self._open[request.request_id] = tracked
-
-    def given(self, request: Any, blocks: Any) -> None:
-        """Note that vLLM has given the request `blocks`, into which another connector may load
-        before the request's first step: not before our stores have read them."""
-        if self.publications is None:
-            self._given[request.request_id] = blocks
 
     def finished(self, request: Any) -> None:
         """Forget a request that has ended for any reason."""
@@ -241,7 +237,7 @@ class VCacheScheduler:
             self.context.blocks.kept_out.discard(name)
         if tracked is not None:
             self._promises.withdraw(tracked)
-            self._waits.over(tracked)
+            self.waits.over(tracked)
             if tracked.load is not None:
                 self._cancelled.add(name)
             elif self.duplicates is not None:
@@ -266,7 +262,7 @@ class VCacheScheduler:
         if not meta.idle:
             self._planner.plan(output, self._requests, beginning, meta)
         for one in beginning.values():
-            self._waits.over(one.tracked)
+            self.waits.over(one.tracked)
             self._promises.on_start(one.tracked, one.whole)
             if self._unserved is not None:
                 self._unserved.began(one.tracked, one.whole)
@@ -300,12 +296,12 @@ class VCacheScheduler:
         `_decided`."""
         told = list[MoreBlocks]()
         for name, tracked in list(self._open.items()):
-            decision = self._decided(tracked, ask) if tracked.wait.present else MISS
+            decision = self._decided(tracked, ask) if tracked.wait.wait else MISS
             if decision.again:
                 continue
             if decision.wait is None:
-                if tracked.wait.present:
-                    self._waits.over(tracked, "withdrawn")
+                if tracked.wait.wait:
+                    self.waits.over(tracked, "withdrawn")
                 del self._open[name]
             told.append(self._planner.more(tracked, decision.tokens > 0))
         return told
@@ -354,7 +350,7 @@ class VCacheScheduler:
                 tracked.load = None
                 if self._open.pop(name, None) is not None:
                     # Its blocks have changed.
-                    self._waits.over(tracked, "withdrawn")
+                    self.waits.over(tracked, "withdrawn")
 
     # ---- inside
 
@@ -365,9 +361,9 @@ class VCacheScheduler:
     def _ask_for_waiting(self) -> None:
         """Ask for what requests wait for, shortly before vLLM schedules: by then the answers have
         come."""
-        for tracked in self._waits.waiting.values():
-            wait = tracked.wait.present
-            if wait and tracked.lookup.question is None and self._waits.is_due(tracked):
+        for tracked in self.waits.waiting.values():
+            wait = tracked.wait.wait
+            if wait and tracked.lookup.question is None and self.waits.is_due(tracked):
                 self.lookups.probe(tracked, wait.probes)
 
     def _learn(self) -> None:

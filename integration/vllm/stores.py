@@ -14,12 +14,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from vcache_backend.protocol.messages import BlockRun, ChunkKey, ResidentRun
-from vcache_backend.transfer.keys import state_keys
 
 from .blocks import NUMBERS
 from .instance import InstanceContext
 from .lookups import Lookups
-from .metadata import LoadSpec, MoreBlocks, PublicationSpec, StepMetadata, StoreSpec
+from .metadata import Chunks, LoadSpec, MoreBlocks, PublicationSpec, StepMetadata, StoreSpec
 from .model.groups import Span
 from .requests import Answer, Beginning, Tracked
 from .telemetry.events import block_stored
@@ -39,6 +38,8 @@ class StorePlanner:
         """Most steps of running requests complete neither a block nor a chunk: the requests of the
         last step that `_plan_running` has planned, and the tokens that none of them has computed
         since before it completes something."""
+        self._offered: Mapping[str, list[tuple[int, int, int]]] = {}
+        """The states in vLLM's prefix cache, by request, as (group, block, tokens)."""
         self._completed: list[tuple[list[ChunkKey], list[int]]] = []
         """In place: chunks that steps have completed, and their blocks, for `take_completed`."""
         self.trusted = 0
@@ -53,21 +54,19 @@ class StorePlanner:
         below, groups = self._context.offload, self._groups
         first, stop = tracked.local // size, -(-end // size)
         by_chunks = self._by_chunks(answer)
-        keys = self._lookups.keys(tracked, first, stop) if by_chunks else []
-        if groups.states and keys:
-            keys += state_keys(keys[-1:], groups.parts)
+        parts = groups.parts if first < stop else 0
+        chunks = self._lookups.chunks(tracked, first, stop, parts) if by_chunks else Chunks()
         # Allow the offload tier even if the pool had all chunks: the pool may lose some before the
         # load reads them.
         offload = not groups.states and below is not None and below.usable
         promote = offload and self._context.stores and tracked.params.store
         load = LoadSpec(
             request_id=tracked.request.request_id,
-            keys=keys,
+            chunks=chunks,
             offload=offload,
             promote=promote and self._publications is None,
-            prefix=self._lookups.keys(tracked, 0, first) if offload else [],
             number=next(self._load_numbers),
-            open=tracked.wait.present is not None,
+            open=tracked.wait.wait is not None,
             **self._blocks(tracked, block_tables, by_chunks),
         )
         # Chunks loaded from the pool are stored already. Only whole chunks of the offload tier are
@@ -90,7 +89,7 @@ class StorePlanner:
             block = context.groups.block
             span = Span(0, tracked.local // block, 0, len(load.blocks), had=0)
             runs = answer.runs_of(span, answer.first * self._size // block)
-        return MoreBlocks(load.number, runs, tracked.wait.present is None)
+        return MoreBlocks(load.number, runs, tracked.wait.wait is None)
 
     def _by_chunks(self, answer: Answer | None) -> bool:
         """Whether a load may take chunks out of the pool or the offload tier. Otherwise other KV
@@ -156,20 +155,18 @@ class StorePlanner:
 
         output: vLLM's description of the step. beginning: the requests that begin or resume in it,
         by name."""
-        offered: Mapping[str, list[tuple[int, int, int]]] = {}
         if self._groups.states:
-            # The states in vLLM's prefix cache, by request, as (group, block, tokens).
             state = getattr(output, "kv_connector_block_state", None)
-            offered = getattr(state, "boundary_state_offloads", offered)
+            self._offered = getattr(state, "boundary_state_offloads", {})
         # Running requests first: new requests may hit the blocks that they write in this step.
-        self._plan_running(output, requests, beginning, meta, offered)
+        self._plan_running(output, requests, beginning, meta)
         for new in output.scheduled_new_reqs:
             if self._copies:
                 meta.fresh += new.block_ids
             if (begins := beginning.get(new.req_id)) is not None:
                 self._begin(begins)
                 reached = begins.computed + output.num_scheduled_tokens[new.req_id]
-                self._compute(begins.tracked, begins.computed, reached, meta, offered)
+                self._compute(begins.tracked, begins.computed, reached, meta)
         if self._publications is not None and self._context.stores:
             allowed = partial(self._may_publish, {})
             meta.publications = self._publications.publish(requests, allowed, self._lookups.hashes)
@@ -216,7 +213,6 @@ class StorePlanner:
         requests: Mapping[str, Tracked],
         beginning: Mapping[str, Beginning],
         meta: StepMetadata,
-        offered: Mapping[str, list[tuple[int, int, int]]],
     ) -> None:
         """Plan the step of requests that ran before."""
         scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
@@ -239,7 +235,7 @@ class StorePlanner:
             elif added is not None:
                 store.extend(added)
             if added is not None or resumed or reached >= store.idle_until:
-                self._compute(tracked, computed, reached, meta, offered)
+                self._compute(tracked, computed, reached, meta)
             self._idle_tokens = min(self._idle_tokens, store.idle_until - reached)
         self._idle = cached.req_ids
 
@@ -264,7 +260,6 @@ class StorePlanner:
         computed: int,
         reached: int,
         meta: StepMetadata,
-        offered: Mapping[str, list[tuple[int, int, int]]],
     ) -> None:
         """Handle a request that computes the tokens [computed, reached) in the step."""
         store = tracked.store
@@ -282,7 +277,7 @@ class StorePlanner:
             ends = prompt if self._context.tails and reached < prompt else inf
             store.idle_until = min(store.complete_at, ends)
         elif trusted:
-            self._keep_states(tracked, reached, meta, offered)
+            self._keep_states(tracked, reached, meta)
 
     def _publish_tail(self, tracked: Tracked) -> None:
         """Publish the tokens behind a prompt's last whole block, too, if the request wants one
@@ -319,9 +314,8 @@ class StorePlanner:
             first = groups.alive_from(tables, before, first, ready)
         self._announce(tracked, first, ready)
         if first < ready:
-            keys = self._lookups.keys(tracked, 0, ready)
-            blocks = groups.chunks(tables, first, ready)
-            meta.stores.append(StoreSpec(keys[first:], blocks, keys[:first]))
+            chunks = self._lookups.chunks(tracked, first, ready)
+            meta.stores.append(StoreSpec(chunks, groups.chunks(tables, first, ready)))
         self.mark_stored(tracked, ready)
 
     def _keep_states(
@@ -329,14 +323,13 @@ class StorePlanner:
         tracked: Tracked,
         reached: int,
         meta: StepMetadata,
-        offered: Mapping[str, list[tuple[int, int, int]]],
     ) -> None:
         """Store the layers' states at all ends of chunks in the step, except the loaded state."""
         request, groups = tracked.request, self._groups
         if not self._may_store(tracked):
             return
         limit = request.num_prompt_tokens if self._context.prompts_only else request.num_tokens
-        states = offered.get(request.request_id, ())
+        states = self._offered.get(request.request_id, ())
         for tokens, blocks in groups.ended(tracked.store.block_tables, reached, states).items():
             chunks = tokens // self._size
             if (
@@ -347,8 +340,8 @@ class StorePlanner:
             ):
                 # Chunks have a fixed size: repeat the state's last block up to the chunk's end.
                 blocks = blocks + blocks[-1:] * (groups.parts * groups.blocks - len(blocks))
-                prefix = self._lookups.keys(tracked, 0, chunks)
-                meta.stores.append(StoreSpec(state_keys(prefix[-1:], groups.parts), blocks, prefix))
+                state = self._lookups.chunks(tracked, chunks, chunks, groups.parts)
+                meta.stores.append(StoreSpec(state, blocks))
 
     def _announce(self, tracked: Tracked, first: int, stop: int) -> None:
         """Prepare KV events, if anybody listens, for the request's chunks [first, stop), which may

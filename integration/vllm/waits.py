@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from vcache_backend.protocol.messages import HASH_BYTES, QUEUED_SECONDS, Coming
 
 from .instance import InstanceContext
-from .requests import Answer, AnswerState, Tracked, Wait
+from .requests import FAILED, LATE, Answer, Tracked, Wait
 from .telemetry.stats import Meter
 
 log = logging.getLogger("vllm.vcache")
@@ -116,7 +116,7 @@ class Asked(NamedTuple):
 def decide(rules: Rules, asked: Asked, answer: Answer, now: float) -> LookupDecision:
     """Decide about a request by the answer to its look-up. now: time.monotonic."""
     wait = asked.wait
-    if answer.state is AnswerState.LATE:
+    if answer is LATE:
         over = wait is not None and _is_past(wait, now)
         return LookupDecision(LookupResult.MISS, end="late") if over else RETRY
     end = ""
@@ -180,7 +180,7 @@ def _is_past(wait: Wait, now: float) -> bool:
 def _begun(rules: Rules, asked: Asked, answer: Answer, now: float) -> Wait | None:
     """The wait that begins; None if the request does not wait."""
     coming, seconds = answer.coming, asked.wait_seconds
-    if answer.state is AnswerState.FAILED or not asked.may_wait:
+    if answer is FAILED or not asked.may_wait:
         return None
     if seconds is not None:
         target, bound = asked.chunks, seconds
@@ -201,7 +201,7 @@ def _end(rules: Rules, wait: Wait, answer: Answer, now: float) -> str:
     coming = answer.coming
     if answer.hits >= wait.target:
         return "kept"
-    if answer.state is AnswerState.FAILED:
+    if answer is FAILED:
         return "withdrawn"
     if coming is not None and coming.quiet > min(wait.bound, wait.quiet):
         return "silent"
@@ -242,7 +242,7 @@ class Waits:
             return False
         if leader.wait.load_started:
             return True
-        wait = leader.wait.present
+        wait = leader.wait.wait
         if wait is None or _is_past(wait, monotonic()):
             # With priorities vLLM may not come to the leader for long, so the leader ends its wait
             # late.
@@ -263,10 +263,10 @@ class Waits:
     def goes_on(self, tracked: Tracked, probed: Answer) -> bool:
         """Note the answer to a probe. False: the chunk has come, or the wait may be over, so the
         prompt is to be looked up."""
-        wait, now = tracked.wait.present, monotonic()
+        wait, now = tracked.wait.wait, monotonic()
         if wait is None or probed.hits > wait.probes:
             return False
-        if probed.state is AnswerState.LATE:
+        if probed is LATE:
             question = tracked.lookup.question
             silent = question is not None and now > question.at + wait.quiet
             return not (silent or _is_past(wait, now))
@@ -282,17 +282,18 @@ class Waits:
         """Apply `decide` to a request: its wait begins, goes on, or ends."""
         state, params, lookup = tracked.wait, tracked.params, tracked.lookup
         bound = params.wait_seconds if params.announced else None
-        may_wait = state.wait is None and len(self.waiting) < MOST_WAITING
+        may_wait = not state.waited and len(self.waiting) < MOST_WAITING
         loads = tracked.load is not None
         sizes = tracked.local, lookup.most, lookup.chunks
-        asked = Asked(*sizes, bound, may_wait, state.present, loads)
+        asked = Asked(*sizes, bound, may_wait, state.wait, loads)
         decision = decide(self._rules, asked, answer, monotonic())
         if decision.end:
             self.over(tracked, decision.end, answer.hits)
             if loads:
                 self.on_load(tracked)
         elif decision.wait is not None:
-            if state.wait is None:
+            if not state.waited:
+                state.waited = True
                 self.waiting[tracked.request.request_id] = tracked
                 state.asked = monotonic()
                 if not params.announced:
@@ -311,8 +312,8 @@ class Waits:
     def over(self, tracked: Tracked, why: str = "aborted", reached: int = 0) -> None:
         """End the request's wait, if any, and its lead. reached: how many leading chunks exist."""
         state = tracked.wait
-        if (wait := state.present) is not None:
-            state.over = True
+        if (wait := state.wait) is not None:
+            state.wait = None
             self.waiting.pop(tracked.request.request_id, None)
             state.end = why
             state.seconds = monotonic() - wait.since

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Self
 import msgspec
 
 from vcache_backend.config import Config
-from vcache_backend.transfer.sources import MemoryPart, Settled
+from vcache_backend.transfer.sources import MemoryPart
 from vcache_backend.vram_pool.copies.copier import Completion, Copier, CopyJob, Mark
 
 from .forked import begin
@@ -176,9 +176,9 @@ def _believe_copies() -> None:
     MemoryPart.settle = _believed(MemoryPart.settle)  # type: ignore[method-assign, assignment]
 
 
-def _believed(settle: Callable[[Any], Settled]) -> Callable[[Any], Settled]:
-    def settled(part: Any) -> Settled:
+def _believed(settle: Callable[[Any], tuple[int, str]]) -> Callable[[Any], tuple[int, str]]:
+    def settled(part: Any) -> tuple[int, str]:
         settle(part)
-        return Settled(part.stop - part.first)
+        return part.stop - part.first, ""
 
     return settled

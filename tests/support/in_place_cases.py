@@ -200,7 +200,7 @@ class Engine(Planned):
         """Which of the request's chunks a step stores in the pool; the last step."""
         keys, meta = self.keys(request), meta or self.metas[-1]
         mine = [spec for spec in meta.stores if self.has(request, spec.blocks, meta)]
-        return [keys.index(key) for spec in mine for key in spec.keys]
+        return [keys.index(key) for spec in mine for key in spec.chunks.keys]
 
     def numbers(self, request: Request, meta: StepMetadata | None = None) -> list[int]:
         return [one.number for one in self.published(request, meta)]

@@ -50,7 +50,7 @@ def put(engine: Engine, tokens: list[int], count: int = CHUNKS) -> None:
 
 def loaded(engine: Engine) -> int:
     """How many chunks the loads have that begin in the next step."""
-    return sum(len(load.keys) for load in engine.step().loads)
+    return sum(len(load.chunks.keys) for load in engine.step().loads)
 
 
 def reset(engine: Engine, over: bool = True) -> int:

@@ -142,7 +142,9 @@ def test_only_a_load_that_proved_all_its_blocks_is_published(here: Node) -> None
         assert mapped(reader.neighbours, run.instance)
         for name in ("right", "changed"):
             of_it = PublicationSpec([BlockRun(0, len(over), bytes(16), bytes(4), bytes(8))])
-            spec = LoadSpec(name, [], [1, 2], 2, residents=[run], publication=of_it, number=1)
+            spec = LoadSpec(
+                name, blocks=[1, 2], tokens=2, residents=[run], publication=of_it, number=1
+            )
             loads.begin(reader.worker, StepMetadata(loads=[spec]))
             eventually(
                 lambda name=name: over.extend(loads.ends(idle=True).over) or over[-1:] == [name]

@@ -127,7 +127,7 @@ def test_states_are_stored_once_the_loads_before_them_have_held(make: Make, tabl
     ]
     assert [True, False] in whose
     assert [False, True] in whose
-    assert any(len(spec.prefix) > 3 for spec, _ in stored), "states, too"
+    assert any(len(spec.chunks.prefix) > 3 for spec, _ in stored), "states, too"
 
 
 def test_what_others_load_after_a_refused_reset_is_not_built_on(engine: Engine) -> None:

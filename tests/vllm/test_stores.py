@@ -17,16 +17,16 @@ from processes import QUICK, SECONDS, eventually
 pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
 
 from vcache_backend.integration.vllm.ends import LoadEnds
-from vcache_backend.integration.vllm.metadata import LoadSpec, StepMetadata, StoreSpec
+from vcache_backend.integration.vllm.metadata import Chunks, LoadSpec, StepMetadata, StoreSpec
 from vcache_backend.integration.vllm.telemetry.stats import Meter
 from vcache_backend.integration.vllm.worker.loads import Loads
 from vcache_backend.integration.vllm.worker.stores import Attached, Stores
-from vcache_backend.protocol.messages import KEY_BYTES, ChunkKey
+from vcache_backend.protocol.messages import HASH_BYTES
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copies.copier import Completion, CopyJob, Mark
 
 FIRST, SECOND = [3, 4], [7, 8]
-KEYS = [ChunkKey(bytes([number]) * KEY_BYTES) for number in range(3)]
+CHUNKS = [Chunks(bytes([number]) * 8, bytes([number]) * HASH_BYTES) for number in range(3)]
 
 
 class Copier(UnfinishedCopier):
@@ -75,7 +75,7 @@ class Worker:
         assert len(self.copier.ends) == 2
 
     def store(self, blocks: list[int], number: int) -> None:
-        self.stores.start(self.attached, [StoreSpec([KEYS[number]], blocks, [])])
+        self.stores.start(self.attached, [StoreSpec(CHUNKS[number], blocks)])
 
     def loads(self, *specs: LoadSpec, ends: tuple[str, str] = ("", "")) -> Loads:
         """These loads, which begin once the stores are over. ends: see `StepMetadata`."""
@@ -127,7 +127,7 @@ def test_a_closing_worker_awaits_a_loads_copy(here: Node, monkeypatch: pytest.Mo
     """It does not ask again and again, on a core that the copy may need."""
     worker, copy, begun = Worker(here), Awaited(threading.Event()), threading.Event()
     monkeypatch.setattr(worker.copier, "copy", lambda *_, **__: begun.set() or copy)
-    loads = worker.loads(LoadSpec("r", [KEYS[0]], [5, 6], number=1))
+    loads = worker.loads(LoadSpec("r", CHUNKS[0], [5, 6], number=1))
     eventually(lambda: loads.ends(idle=False).over == set() and begun.is_set())
     loads.stop(time.monotonic() + SECONDS)
     assert copy.done()
@@ -141,7 +141,7 @@ def test_no_step_waits_for_a_loads_end(here: Node, monkeypatch: pytest.MonkeyPat
     """Nor one that runs no model here: other expert parallel ranks wait for it."""
     worker, end = Worker(here), threading.Event()
     monkeypatch.setattr(worker.copier, "copy", lambda *_, **__: Copied(end))
-    loads = worker.loads(LoadSpec("r", [KEYS[0]], [5, 6], number=1))
+    loads = worker.loads(LoadSpec("r", CHUNKS[0], [5, 6], number=1))
     assert not any(loads.ends(idle=True).over for _ in range(3))
     end.set()
     eventually(lambda: loads.ends(idle=True).over == {"r"})
@@ -149,8 +149,8 @@ def test_no_step_waits_for_a_loads_end(here: Node, monkeypatch: pytest.MonkeyPat
 
 def test_of_a_load_that_failed_vllm_hears_with_its_unfilled_blocks(worker: Worker) -> None:
     """No sooner, or its request would run."""
-    lost = LoadSpec("lost", [KEYS[2]], [1, 2], number=1)
-    right = LoadSpec("right", [KEYS[0]], [5, 6], number=2)
+    lost = LoadSpec("lost", CHUNKS[2], [1, 2], number=1)
+    right = LoadSpec("right", CHUNKS[0], [5, 6], number=2)
     ends, told, invalid = LoadEnds(1), set[str](), set[int]()
     loads = worker.loads(lost, right, ends=ends.address)
 

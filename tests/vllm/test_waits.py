@@ -334,7 +334,7 @@ def waited_for(owner: Client, engine: Engine, chunk_seconds: float) -> list[int]
     tokens = begun(owner, engine, chunk_seconds)
     waiting = engine.add(tokens, priority=2)
     engine.step()
-    assert engine.tracked(waiting).wait.present
+    assert engine.tracked(waiting).wait.wait
     return tokens
 
 
@@ -367,5 +367,5 @@ def test_nobody_follows_a_request_that_waited_while_the_weights_changed(make: Ma
         engine.scheduler.connector.weights_are("old")
         later = engine.add(tokens, priority=0)
         engine.step()
-        assert engine.tracked(later).wait.present
+        assert engine.tracked(later).wait.wait
         assert not engine.scheduler.connector.off

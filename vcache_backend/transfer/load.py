@@ -32,7 +32,7 @@ COPY_SECONDS = 10.0
 """How long to wait for a copy beside the offload tier's deadline. A copy takes milliseconds."""
 
 
-class Load:
+class Load(LoadContext):
     """Copies leading blocks to their places. Runs in the worker's thread that launches kernels.
 
     Call `advance`, which never waits for chunks or copies, until it returns True. Then the `filled`
@@ -65,15 +65,12 @@ class Load:
 
         A new KV cache is mapped in the background, and the load waits for it. If memory is used
         again before its copy would start, another source may provide the blocks."""
-        self.keys, self.places = keys, places
-        self.stats = LoadStats(session, name, places.total)
+        super().__init__(session, places, keys, mark, LoadStats(session, name, places))
         self.cause = ""
-        self._session = session
-        self._context = LoadContext(session, places, keys, mark, self.stats)
-        self._memory = MemorySource(self._context, runs, neighbours)
+        self._memory = MemorySource(self, runs, neighbours)
         self._offload: OffloadSource | None = None
         if offload and keys and session.tier is not None:
-            self._offload = OffloadSource(self._context, session.tier, self._memory)
+            self._offload = OffloadSource(self, session.tier, self._memory)
         self._parts: deque[Part] = deque()
         self._settled = 0
         """The first block behind those that copies have brought."""
@@ -94,8 +91,8 @@ class Load:
             self._fail("copy")
             with suppress(Exception):
                 # A copy may be running that no part names.
-                self._session.copier.drain()
-                self._session.miss("load", error)
+                self.session.copier.drain()
+                self.session.miss("load", error)
         if self._failed:
             self._drain()
         if not self._parts and (self._failed or self.reached >= self._end):
@@ -138,7 +135,7 @@ class Load:
         """Call `run`, then store the offload tier's chunks in the pool again. Never raises.
 
         prefix: keys of the chunks before the load, to be marked as used, too."""
-        session = self._session
+        session = self.session
         try:
             self.run(patience)
             if prefix:
@@ -159,7 +156,7 @@ class Load:
                 time.sleep(min(seconds, 0.0002))
             return
         with suppress(VCacheError):  # a copy failed; `advance` will say so
-            self._parts[0].copy.moving.wait(seconds)
+            self._parts[0].copy.wait(seconds)
 
     @property
     def filled(self) -> int:
@@ -204,16 +201,16 @@ class Load:
     @property
     def epoch(self) -> int:
         """The epoch in which the offload tier stored the loaded chunks; see `to_promote`."""
-        return min(self._context.epochs)
+        return min(self.epochs)
 
     def to_promote(self) -> list[int]:
         """After the load: the offload tier's chunks that should be stored in the pool again."""
-        context, offload = self._context, self._offload
+        offload = self._offload
         if offload is None or not offload.tier.promotes:
             return []
-        if len(context.epochs) != 1 or self._cancelled:
+        if len(self.epochs) != 1 or self._cancelled:
             return []
-        loaded = [chunk for chunk in context.fetched if chunk < self.loaded]
+        loaded = [chunk for chunk in self.fetched if chunk < self.loaded]
         return list(filter(self.places.holds, loaded))
 
     # ---- inside
@@ -252,7 +249,7 @@ class Load:
         if self._open:
             return False
         if offload is not None and offload.may_have:
-            self._context.idle_since = perf_counter()
+            self.idle_since = perf_counter()
             # Another instance may have stored the chunk between the two questions.
             if not offload.prepare(block) and self._began(memory.launch(block)):
                 return True
@@ -275,7 +272,7 @@ class Load:
     def _settle(self) -> None:
         while self._parts and not self._failed:
             part = self._parts[0]
-            if not part.copy.moving.done():
+            if not part.copy.done():
                 return
             self._parts.popleft()
             right, cause = part.settle()
@@ -283,7 +280,7 @@ class Load:
             if cause:
                 self._fail(cause)
                 return
-            self._context.idle_since = perf_counter()
+            self.idle_since = perf_counter()
 
     def _fail(self, cause: str) -> None:
         """End the load with the blocks that are now in place."""
@@ -303,7 +300,7 @@ class Load:
         for part in list(self._parts):
             with suppress(Exception):
                 try:
-                    ended = part.copy.moving.done()
+                    ended = part.copy.done()
                 except VCacheError:
                     ended = True
                 if ended:
@@ -321,6 +318,6 @@ class Load:
         with suppress(Exception):  # at worst a counter is missed
             self._release()
             if not self._cancelled and self.loaded < len(self.keys):
-                self._session.stats.count(chunks_missed=len(self.keys) - self.loaded)
+                self.session.stats.count(chunks_missed=len(self.keys) - self.loaded)
             if self.cause not in NO_FAILURE:
-                self._session.stats.failed(self.cause)
+                self.session.stats.failed(self.cause)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vcache_backend.errors import VCacheError
-from vcache_backend.transfer.sources import LoadContext, MemorySource, Part, Place, Settled
+from vcache_backend.transfer.sources import LoadContext, MemorySource, Part, Place
 from vcache_backend.transfer.stats import Origin
 from vcache_backend.vram_pool.copies.geometry import in_chunks
 
@@ -32,13 +32,13 @@ class OffloadedPart(Part):
     epoch: int = field(kw_only=True)
     give_back: Callable[[], None] = field(kw_only=True)
 
-    def settle(self) -> Settled:
+    def settle(self) -> tuple[int, str]:
         context = self.context
         self.give_back()
         self.brought(len(self.chunks), self.stop, perf_counter() - context.idle_since)
         context.epochs.add(self.epoch)
         context.fetched += self.chunks
-        return Settled(self.stop - self.first)
+        return self.stop - self.first, ""
 
     def drop(self) -> None:
         self.give_back()
@@ -117,7 +117,7 @@ class OffloadSource:
             give_back=partial(fetch.give_back, arrived),
         )
         try:
-            context.launch([part])
+            context.begin_copy([part])
         except VCacheError:
             part.drop()
             raise

@@ -22,7 +22,7 @@ from vcache_backend.transfer.session import Session
 from vcache_backend.transfer.stats import LoadStats, Origin, Read
 from vcache_backend.vram_pool.copies.copier import Completion, CopyJob, Mark
 from vcache_backend.vram_pool.copies.geometry import (
-    CopyPlan,
+    Int64s,
     PagedKV,
     Pages,
     copy_rows,
@@ -39,13 +39,6 @@ steps under way and takes milliseconds, is mostly over. After that a reused slot
 Run = ResidentRun | SlotRun
 
 
-class Settled(NamedTuple):
-    """How many leading blocks are right, and the cause if some are not."""
-
-    blocks: int
-    cause: str = ""
-
-
 class Place(NamedTuple):
     """Where a part's blocks are, and what is known of the memory."""
 
@@ -59,24 +52,9 @@ class Place(NamedTuple):
     """Keeps the memory mapped."""
 
 
-@dataclass
-class RunningCopy:
-    """A running copy of a load's blocks. launched: by perf_counter."""
-
-    plan: CopyPlan
-    moving: Completion
-    launched: float
-
-    @property
-    def seconds(self) -> float:
-        """Seconds that the copy took. Only after the copy."""
-        seconds = self.moving.seconds
-        return perf_counter() - self.launched if seconds is None else seconds
-
-
 @dataclass(eq=False)
 class LoadContext:
-    """The common state of a load's sources."""
+    """The part of a load that its sources use."""
 
     session: Session
     places: BlockPlaces
@@ -96,7 +74,7 @@ class LoadContext:
     def kv(self) -> PagedKV:
         return self.places.kv
 
-    def launch(self, parts: Sequence[Part]) -> None:
+    def begin_copy(self, parts: Sequence[Part]) -> None:
         """Start one copy of these parts, which only unwanted blocks lie between. After a
         VCacheError no part of the copy runs; after another exception, parts may."""
         session, places, split = self.session, self.places, self.places.split
@@ -111,9 +89,9 @@ class LoadContext:
             host=any(part.place.host for part in parts),
         )
         started = perf_counter()
-        copy = RunningCopy(plan, self.pull(job), started)
+        copy = self.pull(job)
         for part in parts:
-            part.copy = copy
+            part.copy, part.launched, part.numbers = copy, started, plan.numbers
 
     def pull(self, job: CopyJob) -> Completion:
         """Start a copy into the KV cache."""
@@ -130,32 +108,30 @@ class Part(ABC):
     first: int
     stop: int
     place: Place
-    copy: RunningCopy = field(init=False, repr=False)
-    """The copy of this part, and perhaps of other parts; set by the launch."""
+    copy: Completion = field(init=False, repr=False)
+    """The copy of this part, and perhaps of other parts. The launch sets this and what follows."""
+    launched: float = field(init=False)
+    """By perf_counter."""
+    numbers: Int64s = field(init=False, repr=False)
+    """All blocks of the copy (`CopyPlan.numbers`)."""
 
     @abstractmethod
-    def settle(self) -> Settled:
-        """After the copy: return how many blocks are right, and release the memory."""
+    def settle(self) -> tuple[int, str]:
+        """After the copy: return how many leading blocks are right, and the cause if not all are.
+        Release the memory."""
 
     def drop(self) -> None:  # noqa: B027 - mapped memory goes with the last reference
         """Release memory that is no longer needed. No copy reads it."""
 
     def brought(self, items: int, stop: int, waited: float | None = None) -> None:
         """Count the blocks before `stop`. items: their chunks, or blocks of another KV cache.
-        waited: see `LoadStats.brought`."""
-        copy, context, numbers = self.copy, self.context, self.copy.plan.numbers
-        places, bounds = context.places, np.array([self.first, stop, self.stop])
-        first, end, last = np.searchsorted(numbers, bounds * places.split).tolist()
-        read = Read(
-            first=self.first,
-            stop=stop,
-            items=items,
-            tokens=places.tokens(numbers[:end]) - places.tokens(numbers[:first]),
-            nbytes=(end - first) * context.kv.block_bytes,
-            # Its share.
-            seconds=copy.seconds * (last - first) / max(len(numbers), 1),
-        )
-        context.stats.brought(self.place.origin, read, waited)
+        waited: see `Read`."""
+        seconds = self.copy.seconds
+        if seconds is None:
+            seconds = perf_counter() - self.launched
+        bounds = self.first, stop, self.stop
+        read = Read(self.place.origin, bounds, items, self.numbers, seconds, waited)
+        self.context.stats.brought.append(read)
 
 
 # ---- this node's memory
@@ -191,16 +167,16 @@ class MemoryPart(Part):
     view: GenerationView = field(kw_only=True)
     known: _Known = field(kw_only=True)
 
-    def settle(self) -> Settled:
+    def settle(self) -> tuple[int, str]:
         known = self.known
         right = self.view.leading(known.numbers, known.run.generations)
         stop = max(known.after(right), self.first)
         if right:
             self.brought(right, stop)
         if stop == self.stop:
-            return Settled(stop - self.first)
+            return stop - self.first, ""
         self.context.stats.changed(self.place.origin, stop, self.stop, known.count - right)
-        return Settled(stop - self.first, CHANGED)
+        return stop - self.first, CHANGED
 
 
 class MemorySource:
@@ -265,7 +241,7 @@ class MemorySource:
             parts.append(part)
             at = places.after(part.stop)
         if parts:
-            self._context.launch(parts)
+            self._context.begin_copy(parts)
         return parts
 
     def cancel(self) -> None:

@@ -10,12 +10,16 @@ from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from vcache_backend.errors import ServerUnavailable
 from vcache_backend.histogram import Histogram
 from vcache_backend.protocol.messages import MAX_OWNERS, POOL, InstanceId, Reads
 
 if TYPE_CHECKING:
+    from vcache_backend.transfer.places import BlockPlaces
     from vcache_backend.transfer.session import Session
+    from vcache_backend.vram_pool.copies.geometry import Int64s
 
 log = logging.getLogger(__name__)
 
@@ -160,62 +164,71 @@ class Origin(NamedTuple):
 
 
 class Read(NamedTuple):
-    """The blocks [first, stop) of a load, which a copy has brought."""
+    """Blocks of a load that a copy has brought."""
 
-    first: int
-    stop: int
+    origin: Origin
+    bounds: tuple[int, int, int]
+    """The blocks [first, stop) of the load, and the end of those that the copy was to bring."""
     items: int
     """Their chunks, or blocks of another KV cache."""
-    tokens: int
-    """Wanted ones."""
-    nbytes: int
-    """Of wanted blocks."""
+    numbers: Int64s
+    """All blocks of the copy (`CopyPlan.numbers`)."""
     seconds: float
     """The duration of the copy."""
+    waited: float | None = None
+    """Since the load had no other work; None: as long as the copy."""
 
 
 class LoadStats:
     """Counts for one load, and adds to the session's counters. One thread.
 
-    `tell` counts after the load is over: a request waits for the load's end, and not for counts.
+    `tell` counts what was `brought` after the load is over: a request waits for the load's end, and
+    not for counts.
 
     tokens, nbytes: by tier: where the pool's memory lies, "own" GPU, "peer" or "host"; "resident"
     (another instance's KV cache), "store" (the offload tier). metadata_seconds: of questions to the
     server. data_seconds: of copies, and of waits for the offload tier."""
 
-    def __init__(self, session: Session, name: str, blocks: int) -> None:
-        """name: the request, for the log. blocks: of the whole load."""
-        self._session, self._name, self._blocks = session, name, blocks
+    def __init__(self, session: Session, name: str, places: BlockPlaces) -> None:
+        """name: the request, for the log. places: of the whole load."""
+        self._session, self._name, self._places = session, name, places
         self.tokens, self.nbytes = Counter[str](), Counter[str]()
         self.metadata_seconds = self.data_seconds = 0.0
-        self._untold: list[tuple[Origin, Read, float | None]] = []
-
-    def brought(self, origin: Origin, read: Read, waited: float | None = None) -> None:
-        """Note loaded blocks for `tell`. waited: since the load had no other work; None: as long as
-        the copy."""
-        self._untold.append((origin, read, waited))
+        self.brought: list[Read] = []
 
     def tell(self) -> None:
         """Count the loaded blocks, and the load for the server's statistics."""
-        for brought in self._untold:
-            self._count(*brought)
-        self._untold.clear()
+        for read in self.brought:
+            self._count(read)
+        self.brought.clear()
         if self._session.counts and (tokens := self.tokens.total()):
             self._session.client.count(loads=1, loaded=tokens)
 
-    def _count(self, origin: Origin, read: Read, waited: float | None) -> None:
-        stats = self._session.stats
-        self.tokens[origin.tier] += read.tokens
-        self.nbytes[origin.tier] += read.nbytes
-        self.data_seconds += read.seconds if waited is None else waited
-        counts = {origin.counter: read.items, origin.nbytes: read.nbytes}
-        stats.count(tokens_retrieved=read.tokens, **counts)
-        stats.add_time("retrieve_copy", read.seconds)
+    def _count(self, read: Read) -> None:
+        stats, places, origin, numbers = (
+            self._session.stats,
+            self._places,
+            read.origin,
+            read.numbers,
+        )
+        bounds = np.array(read.bounds) * places.split
+        first, stop, end = np.searchsorted(numbers, bounds).tolist()
+        tokens = places.tokens(numbers[:stop]) - places.tokens(numbers[:first])
+        nbytes = (stop - first) * places.kv.block_bytes
+        # Its share.
+        seconds = read.seconds * (end - first) / max(len(numbers), 1)
+        self.tokens[origin.tier] += tokens
+        self.nbytes[origin.tier] += nbytes
+        self.data_seconds += seconds if read.waited is None else read.waited
+        counts = {origin.counter: read.items, origin.nbytes: nbytes}
+        stats.count(tokens_retrieved=tokens, **counts)
+        stats.add_time("retrieve_copy", seconds)
         if origin.owner:
-            stats.read_from(origin.owner, read.nbytes, 0, read.tokens)
+            stats.read_from(origin.owner, nbytes, 0, tokens)
         said = "hit %s: blocks %d to %d of %d from %s, copy %.2f ms, asking the server %.2f ms"
-        times = 1e3 * read.seconds, 1e3 * self.metadata_seconds
-        log.debug(said, self._name, read.first, read.stop, self._blocks, origin.name, *times)
+        times = 1e3 * seconds, 1e3 * self.metadata_seconds
+        blocks = *read.bounds[:2], places.total
+        log.debug(said, self._name, *blocks, origin.name, *times)
 
     def changed(self, origin: Origin, first: int, stop: int, items: int) -> None:
         """Count memory of the blocks [first, stop) that was used again during the copy. items:

@@ -97,9 +97,10 @@ class Generations:
     def filled(self, blocks: Blocks) -> int:
         """Give void blocks the next even number, which stands for their new content. Returns the
         number."""
-        number = self.coming
-        for part in _parts(blocks):
-            self.counters[part] = number
+        number, memory = self.coming, self.counters.data
+        # For some hundred blocks as fast as numpy, of which little is in the CPU's caches here.
+        for block in blocks:
+            memory[block] = number
         self.coming += 2
         return number
 

@@ -37,7 +37,7 @@ class Loading(transfer.Load):
         super().__init__(
             session,
             worker.places(spec.blocks, spec.tokens),
-            session.own(spec.keys),
+            session.own(spec.chunks.keys),
             mark=mark,
             offload=spec.offload,
             name=spec.request_id,

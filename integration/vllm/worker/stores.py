@@ -63,8 +63,8 @@ class Stores:
     def start(self, worker: Attached, stores: Sequence[StoreSpec]) -> None:
         """Store the chunks that the step completes. The step's whole model run must be queued."""
         for spec in stores:
-            keys, prefix = worker.session.own(spec.keys), worker.session.own(spec.prefix)
-            self._store("store", worker, keys, spec.blocks, prefix=prefix)
+            keys, prefix = spec.chunks.keys, worker.session.own(spec.chunks.prefix)
+            self._store("store", worker, worker.session.own(keys), spec.blocks, prefix=prefix)
 
     def promote(
         self,
@@ -76,7 +76,7 @@ class Stores:
     ) -> None:
         """Store these chunks of a load, which came from the offload tier, in the pool again. keys:
         of all chunks of the load. epoch: in which the tier had stored them."""
-        prefix = worker.session.own(load.prefix)
+        prefix = worker.session.own(load.chunks.prefix)
         more: dict[str, Any] = {"chunks": chunks, "prefix": prefix, "fetched_in": epoch}
         self._store("promote", worker, keys, load.blocks, **more)
 
