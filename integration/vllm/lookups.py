@@ -200,7 +200,10 @@ class Lookups:
         tracked.lookup.question = None
         if reply is None:
             return FAILED
-        here = question.first + reply.found // self._context.names
+        here, client = question.first + reply.found // self._context.names, self._context.client
+        if tracked.load is not None and here == tracked.lookup.chunks and client is not None:
+            # An open load goes on from this chunk, and needs no other answer.
+            return self._answered(client, tracked, question.first, reply, question.at, question.at)
         return Answer(question.first, here, here, question.at, 0.0, coming=reply.coming)
 
     def find(self, tracked: Tracked, first: int) -> Answer:
