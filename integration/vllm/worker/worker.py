@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -220,6 +221,13 @@ class VCacheWorker:
             self._meter.add_session(self._worker.session.stats)
 
     # ---- sleep, and the end
+
+    def give_up(self) -> None:
+        """This half is out of use: no copy of ours may be writing into blocks that vLLM fills
+        itself from now on, or reading blocks that it overwrites. Never raises."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            with suppress(Exception):  # the device is lost, and with it the engine
+                torch.cuda.synchronize()
 
     def sleep(self) -> None:
         """End all reads and writes of the KV cache, within `CLOSE_SECONDS`: vLLM takes the memory
