@@ -291,8 +291,8 @@ class Lookups:
 
     def _send(self, client: Client, tracked: Tracked, first: int, begins: bool) -> Question | None:
         """Send a question. None if it does not fit into one message. VCacheError."""
-        at = monotonic()
-        first = self._from(first)
+        # Where a hit of several block tables ends depends on the whole prompt.
+        at, first = monotonic(), 0 if self._context.by_ends else first
         sent = client.send_find(self._request(tracked, first, begins), _patience(client))
         if sent is None:
             return None
@@ -303,7 +303,7 @@ class Lookups:
 
     def _ask(self, client: Client, tracked: Tracked, first: int) -> Answer:
         """Ask the server, and wait for the answer. VCacheError."""
-        at, first = monotonic(), self._from(first)
+        at, first = monotonic(), 0 if self._context.by_ends else first
         reply = client.find(self._request(tracked, first, begins=True))
         return self._answered(client, tracked, first, reply, at, at, fresh=True)
 
@@ -312,11 +312,6 @@ class Lookups:
         log.debug("look-up: %s", error)
         self._meter.count("failures", 1, "late" if late else error.cause)
         return FAILED
-
-    def _from(self, first: int) -> int:
-        """The first chunk to ask for: where a hit of several block tables ends, depends on the
-        whole prompt."""
-        return 0 if self._context.by_ends else first
 
     def _request(self, tracked: Tracked, first: int, begins: bool) -> Find:
         context, own = self._context, self._context.publications

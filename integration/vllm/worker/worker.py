@@ -29,8 +29,7 @@ from ..model import spec as model_spec
 from ..model.sharing import plan
 from ..telemetry import traces
 from ..telemetry.stats import Meter
-from .exporter import Exporter
-from .in_place import InPlace
+from .in_place import Exporter, InPlace
 from .loads import Ends, Loads
 from .stores import Attached, Stores
 
