@@ -181,7 +181,7 @@ class Planned:
         self.hasher = kv_cache_utils.get_request_block_hasher(sizes[1], hash_)
         self.scheduler = kind(config, caches, StructuredOutputManager(config), *sizes)
         undo.callback(self.scheduler.connector.shutdown)
-        self.half = self.scheduler.connector._scheduler
+        self.half = self.scheduler.connector._half
         if self.half is None:
             raise RuntimeError(f"the connector refuses this model: {self.scheduler.connector.off}")
         lie = {"dtype": "bfloat16", "kv_layout": "x", "layers": 1, "block_size": sizes[0]}
