@@ -99,11 +99,12 @@ def memfd() -> Iterator[int]:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(specs: list[Any]) -> None:
     """The processes of pytest-xdist are forked from one that has imported what tests import."""
-    from processes import nursery
+    from processes import WARM, nursery
+    from vllm_cases import QUIET
 
-    program, home = Path(__file__).with_name("support") / "warm.py", nursery("warm")
+    os.environ[WARM] = nursery("warm", **QUIET).address
     for spec in specs:
-        spec.python = f"{sys.executable} {program} {home.address}"
+        spec.python = f"{sys.executable} {Path(__file__).parent / 'support' / 'warm.py'}"
 
 
 def pytest_collection_finish(session: Any) -> None:

@@ -99,7 +99,7 @@ def test_publications_are_bounded(
     monkeypatch: pytest.MonkeyPatch, size: int, ranks: int, tables: int
 ) -> None:
     """Also of blocks that have changed since, and of names that were published before."""
-    most, blocks = 3 * publications.BLOCK_BYTES * 2048, 2048
+    most, blocks = 3 * publications.BLOCK_BYTES * 512, 512
     monkeypatch.setattr(ResidentDirectory, "MAX_BYTES", most)
     monkeypatch.setattr(m, "MAX_PUBLISHED", 256)
     service, undo = Service(1, now=FakeClock()), ExitStack()
@@ -109,7 +109,7 @@ def test_publications_are_bounded(
             table = undo.enter_context(closing(Generations(one, blocks)))
             request = m.Join(one, NAMESPACE, blocks, ranks, 1, FULL * tables)
             if number == 3:
-                with pytest.raises(Refused, match="no memory for 2,048 more blocks"):
+                with pytest.raises(Refused, match="no memory for 512 more blocks"):
                     service.residents.open(request, partial(ForeignTable, table.fd, one, blocks))
                 continue
             service.residents.open(request, partial(ForeignTable, table.fd, one, blocks))

@@ -452,7 +452,7 @@ class ResidentMachine(RuleBasedStateMachine):
 
 
 ResidentMachine.TestCase.settings = settings(
-    max_examples=5000 if THOROUGH else 80,
+    max_examples=5000 if THOROUGH else 40,
     stateful_step_count=80 if THOROUGH else 40,
     deadline=None,
     derandomize=not THOROUGH,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vcache_backend.errors import ServerUnavailable, VCacheError
 from vcache_backend.protocol.messages import ChunkKey, Location, Refusal, Reserved
@@ -37,8 +37,6 @@ class PendingStore:
     """Earlier chunks."""
     completion: Completion
     nbytes: int
-    keepalive: Any
-    """The slots' views, whose mapping must live until the copy is complete."""
     holds: Callable[[], bool | None] | None = None
     """Called after the copy. Returns whether the copied bytes belong to `keys`; None: ask again."""
     _right: bool | None = True
@@ -170,9 +168,9 @@ def _gather(
     slots: dict[int, Location],
     launch_by: float,
     mark: Mark | None,
-) -> tuple[Completion, int, Any] | None:
+) -> tuple[Completion, int] | None:
     """Copy chunks into their slots, unless it is later than `launch_by` (time.monotonic). Returns
-    the copy, its bytes, and objects that must live until the copy is complete."""
+    the copy and its bytes."""
     stats, count, nbytes = session.stats, len(slots), places.kv.chunk_bytes(session.chunk_size)
     found = session.pool.slots(list(slots.values()), nbytes)
     whole = len(found) == count and all(map(places.holds, slots))
@@ -184,7 +182,7 @@ def _gather(
     local = all(segment.local for segment, _ in found)
     host = any(segment.whole.device.type == "cpu" for segment, _ in found)
     job = CopyJob(places.kv, *rows, keep=found, local=local, host=host, to_origin=True)
-    return session.copier.copy(job, mark), nbytes * count, found
+    return session.copier.copy(job, mark), nbytes * count
 
 
 def _note_refusals(stats: EngineStats, reserved: Reserved, epoch: int) -> None:
