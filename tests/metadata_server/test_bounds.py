@@ -32,11 +32,11 @@ from vcache_backend.log_format import LineLimit
 from vcache_backend.metadata_server import publications
 from vcache_backend.metadata_server.directory import Backlog
 from vcache_backend.metadata_server.processes import Peer, ProcessId
-from vcache_backend.metadata_server.publications import ForeignTable
 from vcache_backend.metadata_server.requests import Service
 from vcache_backend.metadata_server.residents import ResidentDirectory
 from vcache_backend.metadata_server.slots import SLAB_SLOTS, SLABS
 from vcache_backend.protocol import messages as m
+from vcache_backend.protocol.generation_table import ForeignTable
 from vcache_backend.vram_pool.generations import Generations
 
 MIB = 1 << 20

@@ -181,7 +181,7 @@ class Planned:
         self.hasher = kv_cache_utils.get_request_block_hasher(sizes[1], hash_)
         self.scheduler = kind(config, caches, StructuredOutputManager(config), *sizes)
         undo.callback(self.scheduler.connector.shutdown)
-        self.half = self.scheduler.connector._scheduler
+        self.half = self.scheduler.connector._half
         if self.half is None:
             raise RuntimeError(f"the connector refuses this model: {self.scheduler.connector.off}")
         lie = {"dtype": "bfloat16", "kv_layout": "x", "layers": 1, "block_size": sizes[0]}
@@ -295,6 +295,7 @@ class Instance(Planned):
         tables: Tables,
         blocks: int = 4000,
         arguments: dict[str, Any] | None = None,
+        role: str = "kv_both",
     ) -> None:
         """See `Planned`."""
         self.tables = tables
@@ -302,7 +303,7 @@ class Instance(Planned):
         # The model is written while this process runs.
         told |= {"connector.model": "tiny", "client.request_seconds": "10"}
         given = {"max_model_len": 4096, "max_num_batched_tokens": 1024} | (arguments or {})
-        transfer = our_connector(where.socket, 0, CHUNK, told)
+        transfer = our_connector(where.socket, 0, CHUNK, told) | {"kv_role": role}
         super().__init__(undo, transfer, where.model, tables, blocks, given)
         self.manager = self.scheduler.kv_cache_manager
         self.client = undo.enter_context(Client(where.socket, PATIENT))

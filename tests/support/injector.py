@@ -48,6 +48,7 @@ OUTERMOST = (
     "WorkerLoads.",
     # Ends of `Boundary.stop`.
     "VCacheScheduler.give_up",
+    "VCacheWorker.give_up",
     "Generations.give_up",
     # In the place of functions of vLLM's block pool.
     "KVBlocks.guard",
@@ -150,7 +151,7 @@ class Injecting(Serving):
             page[1:] = 0x40
         config, caches = core.vllm_config, old.kv_cache_config
         kv_transfer_state.ensure_kv_transfer_initialized(config, caches)
-        worker, ours = get_kv_transfer_group(), _ours()._worker
+        worker, ours = get_kv_transfer_group(), _ours()._half
         if self._kv is not None and ours is not None and ours.in_place:
             # vLLM allocates its KV cache once, within the first connector's context.
             ours.in_place.exporter = self._kv.exporter

@@ -21,7 +21,7 @@ from vllm_objects import vllm_config
 
 from vcache_backend.config import ClientConfig
 from vcache_backend.integration.vllm.model import groups
-from vcache_backend.integration.vllm.worker.exporter import Exporter
+from vcache_backend.integration.vllm.worker.in_place import Exporter
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import InstanceId, Join, ResidentRun
 from vcache_backend.resident.own_cache import cache_shape, show_cache
