@@ -179,7 +179,7 @@ class Lookups:
             return False
         if sent is None:
             return self.ask_again(tracked, chunk)
-        lookup.question = Question(sent, chunk, at, monotonic() - at, False, True)
+        lookup.question = Question(sent, chunk, at, monotonic() - at, False, lookup.most, True)
         return True
 
     def probed(self, tracked: Tracked) -> Answer | None:
@@ -200,7 +200,11 @@ class Lookups:
         tracked.lookup.question = None
         if reply is None:
             return FAILED
-        here = question.first + reply.found // self._context.names
+        here, client = question.first + reply.found // self._context.names, self._context.client
+        if tracked.load is not None and here == tracked.lookup.chunks and client is not None:
+            # An open load goes on from this chunk, and needs no other answer.
+            asked = question.first, question.most
+            return self._answered(client, tracked, *asked, reply, question.at, question.at)
         return Answer(question.first, here, here, question.at, 0.0, coming=reply.coming)
 
     def find(self, tracked: Tracked, first: int) -> Answer:
@@ -280,8 +284,8 @@ class Lookups:
             if tracked.promise.early and _is_queued(question, reply):
                 # The other request is still queued, and this one begins.
                 continue
-            at = question.at, started
-            answer = self._answered(client, tracked, question.first, reply, *at)
+            asked = question.first, question.most
+            answer = self._answered(client, tracked, *asked, reply, question.at, started)
             if answer.counts(first):
                 return answer
             if answer.covers(first):
@@ -297,15 +301,19 @@ class Lookups:
         if sent is None:
             return None
         tracked.promise.made |= tracked.promise.early
-        question = Question(sent, first, at, monotonic() - at, begins)
-        tracked.lookup.question, tracked.lookup.late_since = question, None
+        lookup = tracked.lookup
+        lookup.question = question = Question(
+            sent, first, at, monotonic() - at, begins, lookup.most
+        )
+        lookup.late_since = None
         return question
 
     def _ask(self, client: Client, tracked: Tracked, first: int) -> Answer:
         """Ask the server, and wait for the answer. VCacheError."""
         at, first = monotonic(), 0 if self._context.by_ends else first
+        most = tracked.lookup.most
         reply = client.find(self._request(tracked, first, begins=True))
-        return self._answered(client, tracked, first, reply, at, at, fresh=True)
+        return self._answered(client, tracked, first, most, reply, at, at, fresh=True)
 
     def _failed(self, error: VCacheError, late: bool = False) -> Answer:
         """late: an earlier step has waited for the answer in vain."""
@@ -338,13 +346,16 @@ class Lookups:
         client: Client,
         tracked: Tracked,
         first: int,
+        most: int,
         reply: Found,
         at: float,
         started: float,
         fresh: bool = False,
     ) -> Answer:
         """Make and keep the `Answer` for the chunks from number `first` on, from the server's reply
-        and the offload tier's hits. fresh: the server has just answered."""
+        and the offload tier's hits. most: of the prompt's tokens were asked for: the request may
+        have more by now, and the last block found holds no others. fresh: the server has just
+        answered."""
         context, each = self._context, self._context.names
         self.epoch = reply.epoch
         end, residents = reply.end, reply.residents
@@ -369,7 +380,7 @@ class Lookups:
         tokens = before + hits * context.chunk_size
         if context.publications is not None and hits == chunks:
             block = context.groups.block
-            tokens = before + end * context.hash_block // block * block
+            tokens = min(before + end * context.hash_block // block * block, most)
         answer = Answer(first, first + hits, first + chunks, at, monotonic() - started, tokens)
         answer.residents, answer.whole = residents, context.by_ends
         answer.by_chunks = context.publications is None or b"\1" in reply.pooled

@@ -149,6 +149,8 @@ class Question(msgspec.Struct):
     """How long sending took."""
     begins: bool
     """vLLM was scheduling the request (see `Find`)."""
+    most: int
+    """Of how many leading tokens it asked."""
     probes: bool = False
     """Only one chunk was asked for: whether it has come (see `Lookups.probe`)."""
 

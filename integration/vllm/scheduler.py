@@ -190,7 +190,8 @@ class VCacheScheduler:
         if wait is not None:
             probed = lookups.probed(tracked)
             if probed is not None and not waits.goes_on(tracked, probed):
-                lookups.forget(tracked)
+                if probed is not tracked.lookup.answer:
+                    lookups.forget(tracked)
             elif tracked.lookup.question is not None:
                 if probed is not None:
                     return FOLLOW
@@ -382,7 +383,8 @@ class VCacheScheduler:
         block = context.groups.block
         if blocks is None or block != context.hash_block or not context.groups.plain:
             return False
-        return blocks.cached(request.block_hashes[token // block])
+        hashes, at = request.block_hashes, token // block
+        return at < len(hashes) and blocks.cached(hashes[at])
 
     def _track(self, request: Any) -> Tracked:
         tracked = self._requests.get(request.request_id)

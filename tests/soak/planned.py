@@ -30,6 +30,7 @@ from vcache_backend.integration.vllm.metadata import (
     WorkerReport,
 )
 from vcache_backend.protocol.messages import HASH_BYTES, ResidentRun
+from vcache_backend.transfer.keys import tail_hash
 
 from .scheduling import Instance, Place, Tables, full, local, serving, state, window
 
@@ -45,7 +46,11 @@ MODELS = {
     "checkpoints": Tables([state(64, checkpoints=True), full(64)]),
     "mixed": Tables([state(32), full(32), window(96, 32)], 64),
     "local": Tables([full(), local(128)]),
+    "tails": Tables([full(32)]),
 }
+ROLES = {"tails": ("kv_producer", "kv_both", "kv_consumer")}
+"""Of a model's instances, if not all compute and load: the last one loads prompts to their last
+token."""
 TURNS, ROOM = 500, 900
 """Steps of a run, and the tokens that an instance's blocks hold, in each table."""
 
@@ -84,7 +89,13 @@ class Written(Instance):
     of a state, the last one that it has seen. 0 where that is nobody's."""
 
     def __init__(
-        self, where: Place, undo: ExitStack, tables: Tables, blocks: int, choice: random.Random
+        self,
+        where: Place,
+        undo: ExitStack,
+        tables: Tables,
+        blocks: int,
+        choice: random.Random,
+        role: str,
     ) -> None:
         self.choice = choice
         policy = choice.choice(["fcfs", "fcfs", "priority"])
@@ -94,7 +105,7 @@ class Written(Instance):
         }
         if policy == "priority":
             steps["long_prefill_token_threshold"] = 128
-        super().__init__(where, undo, tables, blocks, steps)
+        super().__init__(where, undo, tables, blocks, steps, role)
         self.counters = self.half.publications.generations.counters
         self.wide = max(spec.block_size for spec in tables.specs)
         self.hash_size = self.manager.coordinator.block_pool.hash_block_size
@@ -178,6 +189,16 @@ class Written(Instance):
                     own = due[first + isinstance(spec, MambaSpec) * (size - 1) : first + size]
                     key = kv_cache_utils.make_block_hash_with_group_id(name, table)
                     self.named[key] = self.named[table, bytes(name[:HASH_BYTES])] = own
+            if self.half.context.tails:
+                self.name_tail(request)
+
+    def name_tail(self, request: Any) -> None:
+        """Note what the name of its prompt's last tokens stands for."""
+        tokens, size = request.num_prompt_tokens, self.hash_size
+        if whole := tokens // size:
+            behind = request.all_token_ids[whole * size : tokens - 1]
+            name = tail_hash(request.block_hashes[whole - 1], behind)[:HASH_BYTES]
+            self.named[0, name] = standing_for(request, 0)[whole * size : tokens - 1]
 
     def has(self, block: int, due: Any) -> bool:
         return bool((self.holds[block, : len(due)] == due).all())
@@ -194,6 +215,7 @@ class Written(Instance):
                 if (due := self.named.get((run.table, name))) is not None:
                     self.told[both[0]] = Due(*both, due)
                     self.seen["published"] += 1
+                    self.seen["tails"] += len(due) < self.hash_size
         super().publish(specs)
 
     def check_told(self) -> None:
@@ -205,7 +227,7 @@ class Written(Instance):
 
     def advance(self, turn: int, owners: dict[bytes, Written], compares: bool) -> dict[str, Any]:
         """Loads go on; what the worker reports."""
-        over, failed = set[str](), set[str]()
+        over, failed, invalid = set[str](), set[str](), set[int]()
         for load in list(self.loads):
             for copy in list(load.coming):
                 if turn >= copy.begins and not copy.begun:
@@ -222,11 +244,17 @@ class Written(Instance):
                 over.add(load.spec.request_id)
                 if not load.filled.all():
                     failed.add(load.spec.request_id)
+                    left = load.spec.blocks[int(np.argmin(load.filled)) :]
+                    invalid |= {block for block in left if block >= 0}
+                elif load.spec.request_id in self.scheduler.requests:
+                    ends = self.scheduler.requests[load.spec.request_id].num_computed_tokens
+                    self.seen["to the last token"] += ends % self.hash_size > 0
         self.seen["loaded"] += len(over - failed)
         self.seen["refused"] += len(failed)
         report = WorkerReport(failed=set(failed))
-        said = {"finished_recving": over, "failed_recving": failed}
-        return said | {"kv_connector_worker_meta": report}
+        said = {"finished_recving": over, "kv_connector_worker_meta": report}
+        by_block = len(self.tables.specs) == 1 and self.choice.random() < 0.5
+        return said | ({"invalid_block_ids": invalid} if by_block else {"failed_recving": failed})
 
     def begin(self, meta: StepMetadata, turn: int) -> None:
         """The loads of a step, and what comes for those that are open."""
@@ -278,10 +306,13 @@ class Planned:
     """Three instances compute, load from one another, fail to, preempt, abort and reset at
     random."""
 
-    def __init__(self, where: Place, tables: Tables, undo: ExitStack, seed: str) -> None:
-        self.choice = random.Random(seed)
+    def __init__(self, where: Place, model: str, undo: ExitStack, seed: str) -> None:
+        self.choice, tables = random.Random(seed), MODELS[model]
         blocks = sum(ROOM // spec.block_size for spec in tables.specs) + 8
-        made = [Written(where, undo, tables, blocks, self.choice) for _ in range(3)]
+        roles = ROLES.get(model, ("kv_both",) * 3)
+        made = [Written(where, undo, tables, blocks, self.choice, role) for role in roles]
+        self.repeats = 0.6 if model in ROLES else 0.0
+        self.asked = [self.some(9)]
         self.all = {bytes(one.name): one for one in made}
         self.edges = sorted({16, 256, *(spec.block_size for spec in tables.specs)})
         self.heads = [self.some(self.choice.randrange(40, 700)) for _ in range(3)]
@@ -292,11 +323,15 @@ class Planned:
     def prompt(self) -> list[int]:
         """Of a head a part, often up to a block's end, or one token before or after it."""
         choice, head = self.choice, self.choice.choice(self.heads)
+        if choice.random() < self.repeats:
+            return choice.choice(self.asked)
         edge = choice.choice(self.edges)
         common = choice.choice([len(head), choice.randrange(len(head) + 1)])
         if choice.random() < 0.5:
             common = max(0, common // edge * edge + choice.choice([-1, 0, 0, 1]))
-        return head[:common] + self.some(choice.choice([1, 1, 5, 90, 200]))
+        made = head[:common] + self.some(choice.choice([1, 1, 5, 90, 200]))
+        self.asked = [*self.asked[-5:], made]
+        return made
 
     def run(self, turns: int, compares: bool = True) -> Counter[str]:
         """compares: loads of changed blocks fail. AssertionError where something is wrong."""
@@ -330,7 +365,7 @@ def main(seconds: float, seed: int) -> int:
         for run in itertools.count():
             for model in MODELS:
                 with ExitStack() as ends:
-                    made = Planned(where, MODELS[model], ends, f"{seed} {run} {model}")
+                    made = Planned(where, model, ends, f"{seed} {run} {model}")
                     try:
                         seen += made.run(TURNS)
                     except AssertionError as error:
@@ -347,7 +382,7 @@ def caught(where: Place, model: str, seed: str, attempts: int = 5) -> bool:
     """The control: whether it is seen that loads of changed blocks count."""
     for attempt in range(attempts):
         with ExitStack() as ends:
-            made = Planned(where, MODELS[model], ends, f"{seed} control {attempt} {model}")
+            made = Planned(where, model, ends, f"{seed} control {attempt} {model}")
             try:
                 made.run(TURNS, compares=False)
             except AssertionError:

@@ -14,11 +14,12 @@ from vllm_cases import needs_vllm
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")
 
 from soak.hits import KINDS, measured
-from soak.planned import MODELS, Planned, caught
+from soak.planned import MODELS, ROLES, Planned, caught
 from soak.scheduling import Instance, Place, Tables, full, place, state, window
+from vllm.v1.request import RequestStatus
 
 pytestmark = needs_vllm
-PAIRS, TURNS = 60, 300
+PAIRS, TURNS = 60, 200
 """Questions about a kind of models, and steps of a run."""
 
 
@@ -85,15 +86,40 @@ def test_behind_a_window_from_before_a_reset_nothing_is_published(where: Place) 
         assert meta.publications == []
 
 
+def test_what_was_found_of_a_prompt_is_not_taken_for_its_answer(where: Place) -> None:
+    """A decode server's request is preempted, and asks again while the look-up of its prompt still
+    counts. The last block that was found holds no token of the answer."""
+    with ExitStack() as undo:
+        prefill, decode = (
+            Instance(where, undo, Tables([full()]), role=role)
+            for role in ("kv_producer", "kv_consumer")
+        )
+        tokens = choices(range(3, 1000), k=40)
+        prefill.finish(prefill.add(tokens))
+        asked = decode.add(tokens, 9)
+        for _ in range(2):
+            while asked.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
+                decode.step()
+            assert asked.num_computed_tokens == 39
+            decode.step(finished_recving={asked.request_id})
+            for _ in range(3):
+                decode.step()
+            decode.scheduler.running.remove(asked)
+            decode.scheduler._preempt_request(asked, 0.0)
+        assert asked.num_tokens > 41
+
+
 # ---- whatever happens
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_what_is_published_and_loaded_is_right_whatever_happens(where: Place, model: str) -> None:
     with ExitStack() as undo:
-        seen = Planned(where, MODELS[model], undo, f"7 {model}").run(TURNS)
+        seen = Planned(where, model, undo, f"7 {model}").run(TURNS)
     assert min(seen[what] for what in ("loaded", "aborted", "preempted")) > 0, seen
     assert seen["held"] > TURNS, seen
+    if model in ROLES:
+        assert min(seen["tails"], seen["to the last token"]) > 0, seen
 
 
 @pytest.mark.parametrize("model", ["gpt-oss", "mixed"])
