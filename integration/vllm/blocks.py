@@ -224,7 +224,9 @@ class TrackedBlockPool:
         """vLLM's prefix cache, or a request, may hold parts of blocks from before a reset. A part
         has no generation."""
         self._held: Callable[[], bool] = lambda: False
-        self._kept = set[int]()
+        self._kept: set[int] | None = None
+        """None until the first."""
+        self._blocks: KVBlocks
         # The null block included: a block holds a request's bytes only after it was handed out and
         # written.
         generations.void_all()
@@ -234,21 +236,22 @@ class TrackedBlockPool:
         count, theirs = self._generations.blocks, blocks.pool.num_gpu_blocks
         if theirs != count:
             raise ValueError(f"vLLM's pool has {theirs} blocks, its KV cache {count}")
-        blocks.before_taken.append(lambda _: self._hand_out_last(blocks))
         blocks.on_taken.append(self._void_taken)
         blocks.before_evicted.append(self._void_evicted)
         blocks.before_reset.append(self.void_all)
         blocks.on_emptied.append(self._emptied)
-        self._held = lambda: bool(blocks.held)
+        self._held, self._blocks = lambda: bool(blocks.held), blocks
 
     def keep(self, number: int) -> None:
         """Have vLLM hand this block of a running request out as late as blocks in its prefix cache,
         where it has no hash, instead of first of all."""
+        if self._kept is None:
+            self._kept = set()
+            self._blocks.before_taken.insert(0, self._hand_out_last)
         self._kept.add(number)
 
-    def _hand_out_last(self, blocks: KVBlocks) -> None:
-        if self._kept:
-            self._kept = {number for number in self._kept if not blocks.free_last(number)}
+    def _hand_out_last(self, _: int) -> None:
+        self._kept = {one for one in self._kept or () if not self._blocks.free_last(one)}
 
     def void_all(self) -> None:
         """Void all blocks: the bytes stay, but their meaning changes."""

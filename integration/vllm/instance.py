@@ -116,6 +116,10 @@ class InstanceContext:
             self.offload = OffloadLookup(tier, self.ranks) if tier is not None else None
         except Exception:  # the integration's outermost line: vLLM serves without
             log.exception("vcache: nothing is read from the offload tier")
+        pooled = self.offload is not None or bool(config.pool.lent)
+        self.reads_tails = self.tails and not stores and not pooled
+        """This is a decode server that loads prompts to their last token. What a server with a pool
+        or an offload tier loads, or one that publishes, ends with a block."""
 
     def watch(self, blocks: KVBlocks) -> None:
         """Note vLLM's pool. ValueError if pool and KV cache differ in size."""
@@ -137,13 +141,6 @@ class InstanceContext:
         if self.reads_tails and self.has_tail(request):
             lookup.most = request.num_tokens - 1
         return lookup.most
-
-    @property
-    def reads_tails(self) -> bool:
-        """Whether this is a decode server that loads prompts to their last token. What a server
-        with a pool or an offload tier loads, or one that publishes, ends with a block."""
-        pooled = self.offload is not None or bool(self.config.pool.lent)
-        return self.tails and not self.stores and not pooled
 
     def has_tail(self, request: Any) -> bool:
         """Whether the tokens behind the request's last whole block have a name (`tail_hash`)."""
