@@ -50,12 +50,10 @@ if GPUS == 0:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 LONGEST = (
-    "injector soak examples injector_lmcache planned prove real_processes versions "
-    "real_modes multi real_waits bounds real_hits monitor_metrics benchmarks "
-    "disaggregated_prefill real_offload threads offload_process real_in_place offload_tier "
-    "directory_stateful start_server server_socket monitor_web server_failures "
-    "real_failures publications documents doctor_model groups promises "
-    "resident_server publisher mappings"
+    "injector soak examples injector_lmcache real_processes prove real_hits planned real_modes "
+    "multi versions real_waits bounds groups real_offload disaggregated_prefill shapes kernel "
+    "offload_tier monitor_metrics benchmarks real_in_place offload_process real_failures "
+    "doctor_model monitor_web residents instances offload_store documents packaging"
 )
 """Files of tests by the seconds that they take, the longest first; all others are short. The
 second one needs no vLLM, which the nursery imports meanwhile."""
@@ -99,11 +97,12 @@ def memfd() -> Iterator[int]:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(specs: list[Any]) -> None:
     """The processes of pytest-xdist are forked from one that has imported what tests import."""
-    from processes import nursery
+    from processes import WARM, nursery
+    from vllm_cases import QUIET
 
-    program, home = Path(__file__).with_name("support") / "warm.py", nursery("warm")
+    os.environ[WARM] = nursery("warm", **QUIET).address
     for spec in specs:
-        spec.python = f"{sys.executable} {program} {home.address}"
+        spec.python = f"{sys.executable} {Path(__file__).parent / 'support' / 'warm.py'}"
 
 
 def pytest_collection_finish(session: Any) -> None:

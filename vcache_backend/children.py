@@ -13,8 +13,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -45,6 +45,22 @@ def die_with_parent() -> None:
     _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
+@contextmanager
+def _uninterrupted() -> Iterator[Callable[[], None]]:
+    """SIGINT and SIGTERM wait for the end of the block: Python loses what a handler raises in the
+    middle of a fork. The child calls what this gives first."""
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+
+    def begin() -> None:
+        die_with_parent()
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+    try:
+        yield begin
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+
 class Program:
     """A process in a group of its own, killed with all that it started. Its output is appended to
     `log`. stdin: a descriptor for its standard input.
@@ -72,16 +88,20 @@ class Program:
 
     def start(self) -> None:
         """Start it, also again after `kill`."""
-        with self.log.open("ab") as file:
-            self._process = subprocess.Popen(
-                self._command,
-                env=self._environment,
-                stdin=self._stdin,
-                stdout=file,
-                stderr=file,
-                process_group=0,
-                preexec_fn=die_with_parent,
-            )
+        try:
+            with self.log.open("ab") as file, _uninterrupted() as begin:
+                self._process = subprocess.Popen(
+                    self._command,
+                    env=self._environment,
+                    stdin=self._stdin,
+                    stdout=file,
+                    stderr=file,
+                    process_group=0,
+                    preexec_fn=begin,
+                )
+        except KeyboardInterrupt:  # it came meanwhile
+            self.kill()
+            raise
 
     @property
     def pid(self) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import re
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -139,11 +138,6 @@ class ClientConfig(_Section, frozen=True, kw_only=True):
     retry_seconds: Positive = 0.1
     server_uid: Id | None = None
 
-    @property
-    def longest_pause(self) -> float:
-        """The longest pause between two attempts to connect. The first pause is `retry_seconds`."""
-        return 20 * self.retry_seconds
-
 
 class PoolConfig(_Section, frozen=True, kw_only=True):
     """This worker's part of the pool."""
@@ -167,13 +161,6 @@ class EngineConfig(_Section, frozen=True, kw_only=True):
 
     chunk_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 256
     kv_axes: str = ""
-
-    def __post_init__(self) -> None:
-        names = self.kv_axes.split()
-        right = {"block", "token"} <= set(names) <= set(KV_AXES)
-        if names and (len(set(names)) < len(names) or not right):
-            wanted = f"different words of {', '.join(KV_AXES)}, with block and token among them"
-            raise ValueError(f"kv_axes must be {wanted}, got {self.kv_axes!r}")
 
 
 class ConnectorConfig(_Section, frozen=True, kw_only=True):
@@ -244,13 +231,6 @@ class Config(_Section, frozen=True, kw_only=True):
     engine: EngineConfig = EngineConfig()
     connector: ConnectorConfig = ConnectorConfig()
     offload: OffloadConfig = OffloadConfig()
-
-
-def whole(path: Path) -> Path:
-    """The absolute path, for messages; `path` itself if the working folder is gone."""
-    with suppress(OSError):
-        return path.absolute()
-    return path
 
 
 def default_socket() -> Path:

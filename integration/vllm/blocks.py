@@ -60,11 +60,6 @@ class KVBlocks:
             pool.cache_partial_block = self._cache_partial_block
 
     @property
-    def count(self) -> int:
-        """The number of blocks, with the null block."""
-        return int(self.pool.num_gpu_blocks)
-
-    @property
     def free(self) -> int:
         """The number of blocks that can be handed out."""
         return int(self.pool.get_num_free_blocks())
@@ -236,9 +231,9 @@ class TrackedBlockPool:
 
     def watch(self, blocks: KVBlocks) -> None:
         """Watch vLLM's pool. ValueError if pool and KV cache differ in size."""
-        count = self._generations.blocks
-        if blocks.count != count:
-            raise ValueError(f"vLLM's pool has {blocks.count} blocks, its KV cache {count}")
+        count, theirs = self._generations.blocks, blocks.pool.num_gpu_blocks
+        if theirs != count:
+            raise ValueError(f"vLLM's pool has {theirs} blocks, its KV cache {count}")
         blocks.before_taken.append(lambda _: self._hand_out_last(blocks))
         blocks.on_taken.append(self._void_taken)
         blocks.before_evicted.append(self._void_evicted)

@@ -57,6 +57,13 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
     and worker/worker.py. Once the half is out of use (`Boundary.off`), each call gives vLLM's
     default answer."""
 
+    _half: VCacheScheduler | VCacheWorker | None = None
+    """None if it could not be made."""
+    _scheduler: VCacheScheduler
+    _worker: VCacheWorker
+    """One of both, the same: a half that could not be made is out of use, and vLLM makes no call
+    of the other half."""
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """ConfigError for unknown or impossible settings in `kv_connector_extra_config`."""
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
@@ -64,8 +71,6 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         plans = role == KVConnectorRole.SCHEDULER
         name = f"vLLM's {'scheduler' if plans else 'worker'} (pid {os.getpid()})"
         Boundary.__init__(self, name, says=plans)
-        self._scheduler: VCacheScheduler | None = None
-        self._worker: VCacheWorker | None = None
         self._awaited, self._running = AwaitedLoads(), WorkerLoads()
         self._engine = str(transfer.engine_id)
         self._meter: stats.Meter | None = None
@@ -108,7 +113,7 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
             raise VCacheError(decision.refused)
         meter = self._meter = stats.Meter()
         half = VCacheScheduler(vllm_config, kv_cache_config, decision, loads, stores, meter)
-        self._scheduler = half
+        self._half = self._scheduler = half
         self.on_close(half.close)
         if half.publications is not None and not decision.settings.pool.lent:
             self._cache_hit_source = compat.hit_source_of_peers()
@@ -120,7 +125,9 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         # All workers move the same tokens: only the first counts them.
         meter = self._meter = stats.Meter(counts_tokens=ranks == (0, 0))
         self._policy = config.connector.kv_load_failure_policy if ranks == (0, 0) else ""
-        self._worker = VCacheWorker(vllm_config, kv_cache_config, config, *ranks, meter)
+        self._half = self._worker = VCacheWorker(
+            vllm_config, kv_cache_config, config, *ranks, meter
+        )
         self.on_close(self._worker.close)
 
     def stop(self) -> None:
@@ -128,13 +135,8 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         if self._meter is not None:
             with suppress(Exception):
                 self._meter.count("failures", 1, "internal")
-        if self._scheduler is not None:
-            self._scheduler.give_up()
-        elif self._worker is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            # No copy of ours may be writing into blocks that vLLM fills itself from now on, or
-            # reading blocks that it overwrites.
-            with suppress(Exception):  # the device is lost, and with it the engine
-                torch.cuda.synchronize()
+        if self._half is not None:
+            self._half.give_up()
 
     def shutdown(self) -> None:
         self.close()
@@ -142,22 +144,22 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
     @property
     def in_place(self) -> bool:
         """Whether this half shares the instance's KV cache in place."""
-        shares = self._scheduler.publications if self._scheduler is not None else None
-        return (self._worker.in_place if self._worker is not None else shares) is not None
+        half = self._half
+        shares = half.publications if isinstance(half, VCacheScheduler) else half and half.in_place
+        return shares is not None
 
     # ---- in the scheduler
 
     @guarded(answer(None))
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        if self._scheduler is not None:
-            self._scheduler.watch(gpu_block_pool, self.fail)
+        self._scheduler.watch(gpu_block_pool, self.fail)
 
     @guarded(answer(None))
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
         """Take the workers' shards at vLLM's start. Under MultiConnector they come with the first
         step instead: vLLM passes on the handshake of one of its connectors only."""
         given = [one.shard for one in metadata.values() if isinstance(one, Handshake)]
-        if self._scheduler is not None and given:
+        if given:
             self._scheduler.introduce(given)
             self._check_refusal(self._scheduler)
 
@@ -172,13 +174,11 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
     @guarded(answer(None))
     def open_nothing(self) -> None:
         """Have no open loads: beside other connectors, only what is there counts as a hit."""
-        if self._scheduler is not None:
-            self._scheduler.waits.open_nothing()
+        self._scheduler.waits.open_nothing()
 
     @guarded(answer(None))
     def on_new_request(self, request: Any) -> None:
-        if self._scheduler is not None:
-            self._scheduler.arrived(request)
+        self._scheduler.arrived(request)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -191,9 +191,7 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         half = self._scheduler
-        if half is None or half.context.refused:
-            return 0, False
-        return half.matched(request, num_computed_tokens)
+        return (0, False) if half.context.refused else half.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
@@ -202,8 +200,7 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
 
     @guarded(answer(None))
     def _allocated(self, request: Any, blocks: Any, external: int) -> None:
-        if self._scheduler is not None:
-            self._scheduler.allocated(request, blocks, external)
+        self._scheduler.allocated(request, blocks, external)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         meta = self._describe(scheduler_output)
@@ -215,7 +212,6 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
     @guarded(answer(None))
     def _describe(self, scheduler_output: Any) -> StepMetadata | None:
         half = self._scheduler
-        assert half is not None
         meta = half.describe(scheduler_output)
         self._check_refusal(half)
         if meta.loads:
@@ -227,14 +223,13 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         self._awaited.settle(connector_output)
         if self._awaited.waiting:
             self._hasten(connector_output)
-        if self._scheduler is not None:
-            self._scheduler.update(connector_output)
+        self._scheduler.update(connector_output)
 
     def _hasten(self, connector_output: Any) -> None:
         """Add finished loads to the report of a step, so that their requests run a step earlier. A
         worker in this thread checks its loads once more, and goes on with what has come."""
         if self._alone and (worker := _worker_here(self._engine)) is not None:
-            worker._advance_loads(self._scheduler.further() if self._scheduler is not None else [])
+            worker._advance_loads(self._scheduler.further())
         self._awaited.tell(connector_output, self._ends.in_all)
 
     @guarded(answer((False, None)))
@@ -243,8 +238,7 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
     ) -> tuple[bool, dict[str, Any] | None]:
         # vLLM may free the blocks at once: a step that hands a block out again waits for its
         # store, on the device (`Stores.fence`).
-        if self._scheduler is not None:
-            self._scheduler.finished(request)
+        self._scheduler.finished(request)
         return False, None
 
     request_finished_all_groups = request_finished
@@ -252,11 +246,11 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
     @guarded(lambda self: self._clear())
     def reset_cache(self) -> bool:
         """False if KV from before the reset may still be found, in the pool."""
-        return self._scheduler.resets.reset() if self._scheduler is not None else True
+        return self._scheduler.resets.reset()
 
     def _clear(self) -> bool:
         """Reset the namespace over a connection of its own, once this half is out of use."""
-        instance = self._scheduler.context if self._scheduler is not None else None
+        instance = self._half.context if isinstance(self._half, VCacheScheduler) else None
         if instance is None or instance.versions or not instance.prefix or self.config is None:
             return True
         try:
@@ -270,13 +264,12 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
     @guarded(answer(None))
     def weights_change(self) -> None:
         """vLLM is about to change the weights."""
-        if self._scheduler is not None:
-            self._scheduler.resets.leave_version()
+        self._scheduler.resets.leave_version()
 
     @guarded(answer(None))
     def weights_are(self, name: object) -> None:
         """vLLM's weights are of the version `name` from now on."""
-        if self._scheduler is not None and self._scheduler.context.versions:
+        if self._scheduler.context.versions:
             log.info("vcache: the weights have version %.80r", name)
             self._scheduler.resets.change_version(versions.digest(name))
 
@@ -286,13 +279,11 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
     def get_mem_pool_context(self) -> Any:
         """Return the context in which vLLM allocates a KV cache that other processes can map. None:
         vLLM allocates as usual."""
-        in_place = self._worker.in_place if self._worker is not None else None
+        in_place = self._worker.in_place
         return in_place.exporter.context() if in_place is not None else None
 
     @guarded(answer(None))
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        if self._worker is None:
-            return
         self._look_outside()
         try:
             self._worker.register(kv_caches)
@@ -304,7 +295,6 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
 
     @guarded(lambda self: Handshake(self._no_shard()))
     def _handshake(self) -> Handshake:
-        assert self._worker is not None
         return Handshake(self._worker.shard)
 
     def _no_shard(self) -> ShardSpec:
@@ -314,15 +304,13 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
     def unregister_kv_caches(self) -> None:
         """Stop using the KV cache: vLLM goes to sleep and takes its memory away. vLLM 0.33 and
         later call it."""
-        if self._worker is not None:
-            self._worker.sleep()
+        self._worker.sleep()
 
     @guarded(answer(None))
     def restore_kv_caches(self) -> None:
         """Use the KV cache again, whose empty memory is back at the same addresses. vLLM 0.33 and
         later call it."""
-        if self._worker is not None:
-            self._worker.wake()
+        self._worker.wake()
 
     @guarded(answer(None))
     def _look_outside(self) -> None:
@@ -330,7 +318,7 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         wait for the steps under way unless vLLM is known to hold blocks back. Warn if the enclosing
         connector has another `kv_load_failure_policy`, which this connector cannot change."""
         outermost, wanted = get_kv_transfer_group(), self._policy
-        if outermost is self or self._worker is None:
+        if outermost is self:
             return
         loads = self._worker.loads
         loads.at_once &= getattr(outermost, "holds_back", False)
@@ -356,9 +344,8 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
 
     @guarded(answer(None))
     def _begin(self, meta: StepMetadata) -> None:
-        if self._worker is not None:
-            self._thread = threading.get_ident()
-            self._worker.begin(meta)
+        self._thread = threading.get_ident()
+        self._worker.begin(meta)
 
     def has_connector_metadata(self) -> bool:
         """False, so that vLLM leaves out the two calls for each layer below, which do nothing."""
@@ -372,13 +359,11 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
 
     @guarded(answer(None))
     def wait_for_save(self) -> None:
-        if self._worker is not None:
-            self._worker.store()
+        self._worker.store()
 
     @guarded(answer(None))
     def _advance_loads(self, more: Sequence[MoreBlocks]) -> None:
-        if self._worker is not None:
-            self._worker.loads.advance(more)
+        self._worker.loads.advance(more)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         advanced = self._advance()
@@ -392,7 +377,6 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
 
     @guarded(answer(None))
     def _advance(self) -> tuple[Ends | None, Any] | None:
-        assert self._worker is not None
         if self._worker.rests:
             return None, compat.transfer_results()
         ends = self._worker.ends()
@@ -406,7 +390,6 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
 
     @guarded(lambda self: self._say_off())
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        assert self._worker is not None
         return self._worker.report()
 
     def _say_off(self) -> WorkerReport | None:
@@ -421,8 +404,8 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
     @guarded(lambda self: self._last_stats())
     def get_kv_connector_stats(self) -> Any:
         """This process's counts since the last call."""
-        if self._worker is not None:
-            self._worker.measure()
+        if isinstance(self._half, VCacheWorker):
+            self._half.measure()
         return self._meter.take() if self._meter is not None else None
 
     def _last_stats(self) -> Any:
@@ -445,7 +428,7 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
 
     @guarded(answer(()))
     def take_events(self) -> Iterable[Any]:
-        announcer = self._scheduler.context.announcer if self._scheduler is not None else None
+        announcer = self._scheduler.context.announcer
         return announcer.take() if announcer is not None else ()
 
 

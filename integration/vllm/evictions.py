@@ -138,7 +138,7 @@ class Victims:
     ) -> None:
         """each: blocks of a chunk. step_blocks: the most blocks that one step fills."""
         self._blocks, self._publications, self._each = blocks, publications, each
-        count = publications.blocks
+        count = publications.generations.blocks
         # A step's saves are copied after the step. By then vLLM has planned the next step, with
         # asynchronous scheduling the next two. A load takes more blocks than a step computes.
         self._need = max(3 * step_blocks, count // 8)

@@ -262,7 +262,7 @@ class InstanceContext:
         """Show the server our generation table, and hear of the epoch."""
         own, client = self.publications, self.client
         if own is not None and client is not None:
-            shape = own.blocks, self.ranks, self.hashes, list(own.tables)
+            shape = own.generations.blocks, self.ranks, self.hashes, list(own.tables)
             client.join(Join(own.instance, self.prefix, *shape), own.generations.fd)
             client.heartbeat()
 

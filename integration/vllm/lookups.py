@@ -200,7 +200,11 @@ class Lookups:
         tracked.lookup.question = None
         if reply is None:
             return FAILED
-        here = question.first + reply.found // self._context.names
+        here, client = question.first + reply.found // self._context.names, self._context.client
+        if tracked.load is not None and here == tracked.lookup.chunks and client is not None:
+            # An open load goes on from this chunk, and needs no other answer.
+            asked = question.first, question.most
+            return self._answered(client, tracked, *asked, reply, question.at, question.at)
         return Answer(question.first, here, here, question.at, 0.0, coming=reply.coming)
 
     def find(self, tracked: Tracked, first: int) -> Answer:
@@ -291,8 +295,8 @@ class Lookups:
 
     def _send(self, client: Client, tracked: Tracked, first: int, begins: bool) -> Question | None:
         """Send a question. None if it does not fit into one message. VCacheError."""
-        at = monotonic()
-        first = self._from(first)
+        # Where a hit of several block tables ends depends on the whole prompt.
+        at, first = monotonic(), 0 if self._context.by_ends else first
         sent = client.send_find(self._request(tracked, first, begins), _patience(client))
         if sent is None:
             return None
@@ -306,7 +310,8 @@ class Lookups:
 
     def _ask(self, client: Client, tracked: Tracked, first: int) -> Answer:
         """Ask the server, and wait for the answer. VCacheError."""
-        at, first, most = monotonic(), self._from(first), tracked.lookup.most
+        at, first = monotonic(), 0 if self._context.by_ends else first
+        most = tracked.lookup.most
         reply = client.find(self._request(tracked, first, begins=True))
         return self._answered(client, tracked, first, most, reply, at, at, fresh=True)
 
@@ -315,11 +320,6 @@ class Lookups:
         log.debug("look-up: %s", error)
         self._meter.count("failures", 1, "late" if late else error.cause)
         return FAILED
-
-    def _from(self, first: int) -> int:
-        """The first chunk to ask for: where a hit of several block tables ends, depends on the
-        whole prompt."""
-        return 0 if self._context.by_ends else first
 
     def _request(self, tracked: Tracked, first: int, begins: bool) -> Find:
         context, own = self._context, self._context.publications

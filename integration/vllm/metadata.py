@@ -202,23 +202,20 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         """Merge two workers' reports, for vLLM. If that fails, the result makes the scheduler stop
         caching."""
         try:
-            return self._merged(other)
+            stored = {
+                rank: self.stored.get(rank, []) + other.stored.get(rank, [])
+                for rank in self.stored.keys() | other.stored.keys()
+            }
+            return WorkerReport(
+                # A load that failed in either worker has failed.
+                self.failed | other.failed,
+                self.links | other.links,
+                self.shards | other.shards,
+                stored,
+                self.echoes | other.echoes,
+                self.spans + other.spans,
+            )
         except Exception as error:  # noqa: BLE001 - nothing of ours raises into vLLM
             reason = f"workers' reports could not be merged: {type(error).__name__}: {error}"
             nobody = ShardSpec(pp_rank=-1, tp_rank=-1, problem=reason)
             return WorkerReport(shards={(-1, -1): nobody})
-
-    def _merged(self, other: WorkerReport) -> WorkerReport:
-        """A load that failed in either worker has failed."""
-        stored = {
-            rank: self.stored.get(rank, []) + other.stored.get(rank, [])
-            for rank in self.stored.keys() | other.stored.keys()
-        }
-        return WorkerReport(
-            self.failed | other.failed,
-            self.links | other.links,
-            self.shards | other.shards,
-            stored,
-            self.echoes | other.echoes,
-            self.spans + other.spans,
-        )

@@ -106,7 +106,8 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
         half = f"vLLM's {'scheduler' if plans else 'worker'} (pid {os.getpid()})"
         Boundary.__init__(self, f"{half} with several connectors", says=plans)
         ours, *others = self._connectors
-        ours.open_nothing()
+        if plans:
+            ours.open_nothing()
         self._ours, self._others = ours, [Guarded(one) for one in others]
         self._connectors = [ours, *self._others]
         if getattr(ours, "in_place", False) and any(map(maps, others)):

@@ -83,7 +83,7 @@ def misfits(kinds: Iterable[type], hybrid: bool) -> Iterator[str]:
         if hybrid and not supports_hma(kind):
             how = "add --disable-hybrid-kv-cache-manager"
             yield f"{kind.__name__} does not know vLLM's hybrid KV cache manager: {how}"
-        if kind.__name__ == "OffloadingConnector" and not compat.offloads_beside():
+        if kind.__name__ == "OffloadingConnector" and not compat.tells_of_sleep():
             yield "OffloadingConnector beside VCacheConnector needs vLLM 0.33"
 
 

@@ -66,7 +66,7 @@ class Publications:
         table is lacking."""
         self.instance = InstanceId(secrets.token_bytes(INSTANCE_BYTES))
         """A random name, new at each start of the engine."""
-        self.blocks, self.tables = blocks, list(tables.values())
+        self.tables = list(tables.values())
         self._numbers = list(tables)
         """For each of `tables`, vLLM's number."""
         self.attends_to_all = any(table.kind == "full" for table in self.tables)
@@ -87,10 +87,6 @@ class Publications:
         """Requests whose prompts the step being planned completes, with the number of the block
         that is not whole, and its name."""
         self.pool = TrackedBlockPool(self.generations)
-
-    def reset(self) -> None:
-        """Void all publications, and all blocks that the steps under way compute."""
-        self.pool.void_all()
 
     def hear(self, reply: Reply) -> None:
         """Note the namespace's epoch, and copies in other instances, for the next `learn`. Any

@@ -155,7 +155,7 @@ class Resets:
         """Store nothing that builds on vLLM's present KV."""
         if self._context.publications is not None:
             # Blocks are void until they are filled anew.
-            self._context.publications.reset()
+            self._context.publications.pool.void_all()
         else:
             self._distrust()
 

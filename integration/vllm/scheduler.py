@@ -190,7 +190,8 @@ class VCacheScheduler:
         if wait is not None:
             probed = lookups.probed(tracked)
             if probed is not None and not waits.goes_on(tracked, probed):
-                lookups.forget(tracked)
+                if probed is not tracked.lookup.answer:
+                    lookups.forget(tracked)
             elif tracked.lookup.question is not None:
                 if probed is not None:
                     return FOLLOW

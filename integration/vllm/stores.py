@@ -20,7 +20,7 @@ from .instance import InstanceContext
 from .lookups import Lookups
 from .metadata import Chunks, LoadSpec, MoreBlocks, PublicationSpec, StepMetadata, StoreSpec
 from .model.groups import Span
-from .requests import Answer, Beginning, Tracked
+from .requests import Beginning, Tracked
 from .telemetry.events import block_stored
 
 
@@ -53,7 +53,9 @@ class StorePlanner:
         size, end, answer = self._size, tracked.supplied, tracked.lookup.answer
         below, groups = self._context.offload, self._groups
         first, stop = tracked.local // size, -(-end // size)
-        by_chunks = self._by_chunks(answer)
+        # Otherwise other KV caches have all of its blocks.
+        by_chunks = answer is None or answer.by_chunks or below is not None
+        by_chunks &= not self._context.by_ends
         parts = groups.parts if first < stop else 0
         chunks = self._lookups.chunks(tracked, first, stop, parts) if by_chunks else Chunks()
         # Allow the offload tier even if the pool had all chunks: the pool may lose some before the
@@ -90,13 +92,6 @@ class StorePlanner:
             span = Span(0, tracked.local // block, 0, len(load.blocks), had=0)
             runs = answer.runs_of(span, answer.first * self._size // block)
         return MoreBlocks(load.number, runs, tracked.wait.wait is None)
-
-    def _by_chunks(self, answer: Answer | None) -> bool:
-        """Whether a load may take chunks out of the pool or the offload tier. Otherwise other KV
-        caches have all of its blocks."""
-        if self._context.by_ends:
-            return False
-        return answer is None or answer.by_chunks or self._context.offload is not None
 
     def _blocks(
         self, tracked: Tracked, block_tables: Sequence[list[int]], by_chunks: bool

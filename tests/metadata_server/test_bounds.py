@@ -32,11 +32,11 @@ from vcache_backend.log_format import LineLimit
 from vcache_backend.metadata_server import publications
 from vcache_backend.metadata_server.directory import Backlog
 from vcache_backend.metadata_server.processes import Peer, ProcessId
-from vcache_backend.metadata_server.publications import ForeignTable
 from vcache_backend.metadata_server.requests import Service
 from vcache_backend.metadata_server.residents import ResidentDirectory
 from vcache_backend.metadata_server.slots import SLAB_SLOTS, SLABS
 from vcache_backend.protocol import messages as m
+from vcache_backend.protocol.generation_table import ForeignTable
 from vcache_backend.vram_pool.generations import Generations
 
 MIB = 1 << 20
@@ -99,7 +99,7 @@ def test_publications_are_bounded(
     monkeypatch: pytest.MonkeyPatch, size: int, ranks: int, tables: int
 ) -> None:
     """Also of blocks that have changed since, and of names that were published before."""
-    most, blocks = 3 * publications.BLOCK_BYTES * 2048, 2048
+    most, blocks = 3 * publications.BLOCK_BYTES * 512, 512
     monkeypatch.setattr(ResidentDirectory, "MAX_BYTES", most)
     monkeypatch.setattr(m, "MAX_PUBLISHED", 256)
     service, undo = Service(1, now=FakeClock()), ExitStack()
@@ -109,7 +109,7 @@ def test_publications_are_bounded(
             table = undo.enter_context(closing(Generations(one, blocks)))
             request = m.Join(one, NAMESPACE, blocks, ranks, 1, FULL * tables)
             if number == 3:
-                with pytest.raises(Refused, match="no memory for 2,048 more blocks"):
+                with pytest.raises(Refused, match="no memory for 512 more blocks"):
                     service.residents.open(request, partial(ForeignTable, table.fd, one, blocks))
                 continue
             service.residents.open(request, partial(ForeignTable, table.fd, one, blocks))

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from contextlib import ExitStack, closing, suppress
+from pathlib import Path
 from typing import Any
 
 import instance_cases
@@ -38,6 +39,7 @@ from vcache_backend.vram_pool.generations import Generations
 
 FULL = m.BlockTable("full")
 A, B = instance_id(1), instance_id(2)
+JOIN = m.Join(A, instance_cases.NAMESPACE, 64, 1, EACH, instance_cases.FULL)
 NOTHING = m.Found(0, 0)
 OWN = f"""
 {CLIENT}
@@ -95,7 +97,8 @@ def test_others_find_and_open_what_is_shown(alone: Stage, server: Child, reader:
 
     joined, (table, *pidfds) = reader.open_instance(A)
     assert joined == m.Joined(64, 1)
-    assert [processes.is_pidfd(fd, os.getpid()) for fd in pidfds] == [True, True]
+    for fd in pidfds:
+        assert f"Pid:\t{os.getpid()}\n" in Path(f"/proc/self/fdinfo/{fd}").read_text()
     described, regions = reader.open_cache(A, 0)
     assert described == instance_cases.shape(64, 2)
     sizes = [os.fstat(fd).st_size for fd in (table, *regions)]
@@ -256,7 +259,7 @@ def test_of_many_copies_two_are_told_each_of_one_instance(alone: Stage, reader: 
 def test_blocks_that_the_owner_has_reused_are_left_out(alone: Stage, reader: Client) -> None:
     """At once, and all of them when the owner gives its table up."""
     with alone.client() as owner, closing(Generations(A, 64)) as table:
-        owner.join(A, instance_cases.NAMESPACE, 64, 1, EACH, instance_cases.FULL, table.fd)
+        owner.join(JOIN, table.fd)
         show(owner, A)
         assert publish(owner, A, 3) == found(reader) == 12
         table.void([7])
@@ -293,7 +296,7 @@ def test_a_process_takes_its_place_beside_its_old_connection(alone: Stage, reade
         publish(before, A, 3)
     unsealed = make_memfd(2 * 4096, seals=False)
     with pytest.raises(Refused, match="not sealed against shrinking"):
-        after.join(A, instance_cases.NAMESPACE, 64, 1, EACH, instance_cases.FULL, unsealed)
+        after.join(JOIN, unsealed)
     os.close(unsealed)
     assert found(reader) == 12
     join(after, A)
@@ -504,7 +507,7 @@ def test_nobody_waits_for_memory_to_be_freed(alone: Stage, monkeypatch: pytest.M
         owner, other = alone.client(), alone.client()
         table = make_table(A)
         number = os.fstat(table).st_ino
-        owner.join(A, instance_cases.NAMESPACE, 64, 1, EACH, instance_cases.FULL, table)
+        owner.join(JOIN, table)
         monkeypatch.setattr(os, "close", closed)
         owner.close()
         eventually(lambda: not other.stats().instances)

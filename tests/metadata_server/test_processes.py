@@ -5,13 +5,11 @@ longer than it says.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import sys
 import time
-import tracemalloc
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,7 @@ from processes import (
 from server_cases import KIB, RESERVE_AND_WAIT, has_room
 
 from vcache_backend.errors import ServerTimeout, ServerUnavailable, VCacheError
-from vcache_backend.metadata_server.processes import Watch, identity, is_pidfd, started
+from vcache_backend.metadata_server.processes import Watch, identity, started
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
 
@@ -183,20 +181,6 @@ def test_a_process_whose_pid_another_one_has_by_now_has_ended() -> None:
     here = identity(os.getpid())
     earlier = msgspec.structs.replace(here, started=here.started - 1)
     assert Watch().ended({here, earlier}, set()) == [earlier]
-
-
-def test_of_a_file_that_is_no_pidfd_nothing_is_read() -> None:
-    """What Linux tells of an epoll has a line for each file in it: 253 that had 15,000 each, with
-    one hello, took the server 6 s."""
-    with ExitStack() as undo, select.epoll() as epoll:
-        for _ in range(300):
-            other = os.eventfd(0)
-            undo.callback(os.close, other)
-            epoll.register(other)
-        tracemalloc.start()
-        undo.callback(tracemalloc.stop)
-        assert not is_pidfd(epoll.fileno(), os.getpid())
-        assert tracemalloc.get_traced_memory()[1] < 10_000
 
 
 def test_a_process_may_have_any_name() -> None:

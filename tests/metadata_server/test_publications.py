@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 import pytest
 from instance_cases import NAMESPACE, counts, instance_id, numbers, prompt
 
-from vcache_backend.metadata_server.publications import ForeignTable, InstancePublications
+from vcache_backend.metadata_server.publications import InstancePublications
 from vcache_backend.protocol import messages as m
+from vcache_backend.protocol.generation_table import ForeignTable
 from vcache_backend.vram_pool.generations import Generations
 
 A, BLOCKS, LOOKS = instance_id(1), 64, 1 << 14

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from processes import PATIENT, Stage, eventually
+from processes import Stage
 from test_command import vcache
 
 from vcache_backend import doctor
@@ -22,7 +22,6 @@ from vcache_backend.metadata_server.report import Minute, Reports, fitting
 from vcache_backend.metadata_server.requests import Service
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol import sockets
-from vcache_backend.protocol.client import Client
 
 SEED = "stepped aside: PYTHONHASHSEED is not set"
 
@@ -79,17 +78,6 @@ def test_statistics_stay_readable_with_more_reports_and_segments_than_fit(memfd:
     assert stats.reports[-1].text.startswith(f"{Reports.MOST - 1} ")
     assert next(reversed(stats.hits)).startswith("199")
     service.close()
-
-
-def test_a_hit_of_an_instance_that_was_idle_is_counted_at_once(alone: Stage) -> None:
-    """Whoever looks at the status behind a first answer finds it there."""
-    alone.server()
-    seldom = msgspec.structs.replace(PATIENT, heartbeat_seconds=3600.0)
-    layout = {"model": "llama", "namespace": "cafe"}
-    with Client(alone.path, seldom, layout=layout) as instance:
-        instance.count(asked=1024, found=768)
-        asks = alone.client()
-        eventually(lambda: asks.stats().hits == {"cafe": (1024, 768)})
 
 
 def test_statistics_fit_a_message_however_many_processes_left_slots_in_quarantine() -> None:

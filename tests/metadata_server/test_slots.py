@@ -78,18 +78,3 @@ def test_writers_of_another_pid_namespace_are_never_taken_for_gone(
     table = SlotsTable.take_over(shown, "s", NBYTES)
     assert [one.writer for one in table.occupied(0, 4)] == [ProcessId(0, 8)]
     table.close()
-
-
-def test_slabs_that_cannot_be_are_refused() -> None:
-    for place in (
-        SlabPlace(0, 1024, 2 * NBYTES),
-        SlabPlace(1024, 1024, 1024),
-        SlabPlace(0, 100, 100),
-    ):
-        table = SlotsTable.create("s", NBYTES)
-        table.cut(0, place)
-        fd = os.dup(table.fd)
-        table.close()
-        with pytest.raises(OSError, match="a slab that cannot be"):
-            SlotsTable.take_over(fd, "s", NBYTES)
-        os.close(fd)

@@ -69,13 +69,6 @@ def test_a_full_pool_says_so_and_has_nothing_of_what_it_did_not_take(tmp_path: P
         assert raw.put(new_names(1), [bytes(17 * MIB)]) == [FULL]
 
 
-def test_only_shared_memory_is_touched(raw: Raw) -> None:
-    for place in ((16 * MIB - 10, 11), (-1, 1)):
-        for verb in ("put", "get"):
-            with pytest.raises(StoreDown, match="not in the shared memory"):
-                raw.call(verb, new_names(1), [place])
-
-
 def test_the_offload_process_takes_no_module_from_the_working_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depot: Depot
 ) -> None:

@@ -113,10 +113,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         def __init__(self, *arguments: Any) -> None:
             _made.append(self)
             super().__init__(*arguments)
-            if self._scheduler is not None:
+            if self._half is not None:
                 # There is no worker in these tests to say what it holds; without one nothing would
                 # be looked for.
-                self._scheduler.instance.note({(0, 0): ShardSpec(**WORKER)}, {})
+                self._scheduler.context.note({(0, 0): ShardSpec(**WORKER)}, {})
 
     read = settings.read
     settings.read = lambda extra_config: read(SETTINGS)

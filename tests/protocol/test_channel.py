@@ -23,8 +23,8 @@ from server_cases import CLIENT
 
 from vcache_backend import errors
 from vcache_backend.errors import Refused, ServerTimeout, ServerUnavailable, VCacheError
-from vcache_backend.protocol import channel, sockets
 from vcache_backend.protocol import messages as m
+from vcache_backend.protocol import sockets
 from vcache_backend.protocol.channel import Channel, Sent
 from vcache_backend.protocol.client import Client
 
@@ -361,9 +361,8 @@ def test_a_client_goes_on_to_beat_and_to_return(alone: Stage) -> None:
     client = Client(alone.path, QUICK)
     client.on_beat.append(lambda: beats.append(1))
     client.on_return.append(lambda: returns.append(1))
-    names = "_try_connect _greet _no_connection _start_again"
-    places: list[tuple[Any, str]] = [(channel, "_call_all")]
-    places += [(Channel, name) for name in names.split()]
+    names = "_try_connect _no_connection _start_again"
+    places = [(Channel, name) for name in names.split()]
     for (where, name), behind in product(places, (False, True)):
         before = len(returns)
         with raising(where, name, behind):
@@ -375,20 +374,3 @@ def test_a_client_goes_on_to_beat_and_to_return(alone: Stage) -> None:
         eventually(lambda count=count: len(beats) > count)
     client.close()
     assert not client._keeper.is_alive()
-
-
-def test_a_hook_that_raises_after_a_reconnection_is_called_again(alone: Stage) -> None:
-    server, calls = alone.server(), list[int]()
-    client = Client(alone.path, QUICK)
-
-    def register() -> None:
-        calls.append(1)
-        if len(calls) < 3:
-            raise RuntimeError("on purpose")
-
-    client.on_return.append(register)
-    server.kill()
-    eventually(lambda: not client.connected)
-    alone.server()
-    eventually(lambda: len(calls) == 3)
-    client.close()

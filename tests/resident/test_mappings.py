@@ -162,7 +162,7 @@ def test_an_fd_of_something_else_is_never_mapped() -> None:
     with closing(neighbour_cases.SharedCache()) as cache:
         shape = cache_shape(cache.kv, cache.regions, neighbour_cases.HOST)
         with closing(Generations(ONE, shape.num_blocks)) as table:
-            view = GenerationView.open(table.fd, ONE, shape.num_blocks)
+            view = GenerationView(table.fd, ONE, shape.num_blocks)
         nbytes = cache.regions[0].nbytes
     short, unsealed = make_memfd(nbytes - 1), make_memfd(nbytes, seals=False)
     for fd, why in ((short, "holds"), (unsealed, "not sealed against")):

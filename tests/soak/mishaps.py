@@ -42,8 +42,9 @@ class Mishaps:
     """Causes random mishaps in a thread of its own, from `start` to `end`. However slow the machine,
     as much is done between two of them.
 
-    counts: by kind. recent: the last ones. killed: the pids of instances that it has killed. ended: how many servers ended by
-    themselves. done: loads and answers so far, as the main thread says. error: the soak's own fault, for that thread."""
+    counts: by kind. recent: the last ones. killed: the pids of instances that it has killed. ended:
+    how many servers ended by themselves. done: loads and answers so far, as the main thread says.
+    error: the soak's own fault, for that thread."""
 
     def __init__(
         self,

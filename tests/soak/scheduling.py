@@ -64,31 +64,30 @@ _numbers = itertools.count()
 # ---- block tables
 
 
-def full(block: int = 16) -> Any:
-    return FullAttentionSpec(block_size=block, **_KV)
+def full(block: int = 16, **other: Any) -> Any:
+    """other: fields of vLLM's, here and below."""
+    return FullAttentionSpec(**{"block_size": block} | _KV | other)
 
 
-def window(tokens: int, block: int = 16) -> Any:
+def window(tokens: int, block: int = 16, **other: Any) -> Any:
     """Layers that attend to the last `tokens` tokens."""
-    return SlidingWindowSpec(block_size=block, sliding_window=tokens, **_KV)
+    return SlidingWindowSpec(**{"block_size": block, "sliding_window": tokens} | _KV | other)
 
 
-def local(tokens: int, block: int = 16) -> Any:
+def local(tokens: int, block: int = 16, **other: Any) -> Any:
     """Layers that attend within chunks of `tokens` tokens."""
-    return ChunkedLocalAttentionSpec(block_size=block, attention_chunk_size=tokens, **_KV)
+    chunk = {"attention_chunk_size": tokens}
+    return ChunkedLocalAttentionSpec(**{"block_size": block} | chunk | _KV | other)
 
 
-def state(block: int = 16, checkpoints: bool = False) -> Any:
+def state(block: int = 16, checkpoints: bool = False, **other: Any) -> Any:
     """Layers that keep a state: Mamba, gated delta nets, short convolutions. checkpoints: a step
     also saves the state before the prompt's last block, as kernels for GPUs do."""
-    kept: dict[str, Any] = {
-        "shapes": ((2, 3),),
-        "dtypes": (torch.float32,),
-        "mamba_cache_mode": "align",
-    }
+    kept: dict[str, Any] = {"shapes": ((2, 3),), "dtypes": (torch.float32,)}
+    kept |= {"mamba_cache_mode": "align"}
     if checkpoints:
         kept |= {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": block}
-    return MambaSpec(block_size=block, **kept)
+    return MambaSpec(block_size=block, **kept | other)
 
 
 class Tables(NamedTuple):
@@ -182,7 +181,7 @@ class Planned:
         self.hasher = kv_cache_utils.get_request_block_hasher(sizes[1], hash_)
         self.scheduler = kind(config, caches, StructuredOutputManager(config), *sizes)
         undo.callback(self.scheduler.connector.shutdown)
-        self.half = self.scheduler.connector._scheduler
+        self.half = self.scheduler.connector._half
         if self.half is None:
             raise RuntimeError(f"the connector refuses this model: {self.scheduler.connector.off}")
         lie = {"dtype": "bfloat16", "kv_layout": "x", "layers": 1, "block_size": sizes[0]}

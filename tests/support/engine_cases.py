@@ -25,7 +25,6 @@ from vcache_backend.engine import VCacheEngine
 from vcache_backend.protocol.client import Client
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.vram_pool.copies.copier import Completion, CopyJob, HostCopier, Mark
-from vcache_backend.vram_pool.regions import SlotView
 
 ROOMY = 1 << 20
 """A segment that holds every chunk of most tests."""
@@ -49,15 +48,18 @@ class PausingCopier(HostCopier):
         if not job.to_origin:
             self._pause()
             return super().copy(job, after)
-        slots: list[SlotView] = job.keep  # type: ignore[assignment]
-        old = [slot.tensor.clone() for slot in slots]
+        halves, nbytes = list[torch.Tensor](), job.kv.chunk_bytes(CHUNK)
+        for segment, address in job.keep:  # type: ignore[attr-defined]
+            at = address - segment.whole.data_ptr()
+            halves.append(segment.whole[at + nbytes // 2 : at + nbytes])
+        old = [half.clone() for half in halves]
         finished = super().copy(job, after)
-        new = [slot.tensor.clone() for slot in slots]
-        for slot, tensor in zip(slots, old, strict=True):
-            slot.tensor[slot.nbytes // 2 :] = tensor[slot.nbytes // 2 :]
+        new = [half.clone() for half in halves]
+        for half, tensor in zip(halves, old, strict=True):
+            half.copy_(tensor)
         self._pause()
-        for slot, tensor in zip(slots, new, strict=True):
-            slot.tensor[slot.nbytes // 2 :] = tensor[slot.nbytes // 2 :]
+        for half, tensor in zip(halves, new, strict=True):
+            half.copy_(tensor)
         return finished
 
     def _pause(self) -> None:

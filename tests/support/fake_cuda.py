@@ -84,8 +84,6 @@ class FakeCuda:
         self.register_waits: Callable[[], None] = lambda: None
         self.relaxed: set[int] = set()
         """Threads that may call what a capture forbids."""
-        self.moved = 0
-        """By so much a GPU has host memory at other addresses."""
 
     def holds(self) -> dict[str, int]:
         """What a clean process has none of."""
@@ -196,9 +194,6 @@ class FakeCuda:
             return (Code.CUDA_ERROR_OUT_OF_MEMORY,)
         self.registered[address] = nbytes
         return (OK,)
-
-    def cuMemHostGetDevicePointer(self, address: int, flags: int) -> Any:
-        return OK, address + self.moved
 
     def cuMemHostUnregister(self, address: int) -> Any:
         del self.registered[address]

@@ -151,8 +151,9 @@ class Engine(Planned):
                 self.publisher.submit(spec.runs, spec.epoch, Finished(0.0))
 
     def flush(self) -> None:
-        """Wait until all that was published is known."""
+        """Wait until all that was published, promised or withdrawn is known."""
         assert self.publisher.outbox.flush(SECONDS)
+        assert self.half.context.outbox.flush(SECONDS)
 
     def request(self, tokens: list[int], max_tokens: int = 4, *given: Any, **more: Any) -> Request:
         return super().request(tokens, max_tokens, *given, **more)

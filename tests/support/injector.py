@@ -48,6 +48,7 @@ OUTERMOST = (
     "WorkerLoads.",
     # Ends of `Boundary.stop`.
     "VCacheScheduler.give_up",
+    "VCacheWorker.give_up",
     "Generations.give_up",
     # In the place of functions of vLLM's block pool.
     "KVBlocks.guard",
@@ -114,17 +115,20 @@ class Injecting(Serving):
         """Run the load with one exception, and say what came of it. load: see `_load`."""
         watch = Watch(self._scope, case)
         wrong = self._watched(watch, load, answers)
-        connector = self._core.scheduler.connector
-        off = connector.off or getattr(connector, "_ours", connector).off
-        if wrong:
-            return Outcome(watch.raised, wrong, off, 0)
-        hit = 0
-        for turn in range(TRIES if not off else 0):
+        hit, turn = 0, 0
+        # A worker that fails in the last step says so in the next one.
+        while not (wrong or self.off or hit) and turn < TRIES:
             assert self._core.scheduler.reset_prefix_cache()
-            if hit := self._run([load[0]], turn)[0].cached:
-                break
-            time.sleep(RETRY_SECONDS)
-        return Outcome(watch.raised, "", off, hit)
+            if not (hit := self._run([load[0]], turn)[0].cached):
+                time.sleep(RETRY_SECONDS)
+            turn += 1
+        return Outcome(watch.raised, wrong, self.off, hit)
+
+    @property
+    def off(self) -> str:
+        """Why the scheduler's half is out of use."""
+        connector = self._core.scheduler.connector
+        return str(connector.off or getattr(connector, "_ours", connector).off)
 
     def _watched(self, watch: Watch, load: list[Prompt], answers: list[Answer]) -> str:
         watch.begin()
@@ -147,7 +151,7 @@ class Injecting(Serving):
             page[1:] = 0x40
         config, caches = core.vllm_config, old.kv_cache_config
         kv_transfer_state.ensure_kv_transfer_initialized(config, caches)
-        worker, ours = get_kv_transfer_group(), _ours()._worker
+        worker, ours = get_kv_transfer_group(), _ours()._half
         if self._kv is not None and ours is not None and ours.in_place:
             # vLLM allocates its KV cache once, within the first connector's context.
             ours.in_place.exporter = self._kv.exporter

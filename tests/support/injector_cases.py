@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -120,15 +120,22 @@ class Watch:
             sys.setprofile(self)
 
 
+@cache
+def _ours() -> Mapping[str, list[Any]]:
+    """Those of ours that are imported when this is called first, by their files."""
+    found = defaultdict[str, list[Any]](list)
+    for module in list(sys.modules.values()):
+        found[file_of(getattr(module, "__file__", None) or "")].append(module)
+    return found
+
+
 def plain_functions(name: str) -> list[FunctionType]:
     """Functions of that name, in each module that was made of the file; none if it is one that is
     made anew for each call of another, or that needs its own code: with variables of another, or
     with `yield`."""
     file, _, path = name.partition(":")
     found = list[FunctionType]()
-    for module in list(sys.modules.values()):
-        if file_of(getattr(module, "__file__", None) or "") != file:
-            continue
+    for module in _ours()[file]:
         one: Any = module
         for part in path.split("."):
             one = getattr(one, "__dict__", {}).get(part)

@@ -14,6 +14,7 @@ import socket
 import struct
 import sys
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -43,19 +44,19 @@ def listen(seconds: float) -> Any:
     return pickle.loads(_pipe.recv_bytes())
 
 
-def main() -> None:
+def main(listening: int, over_with: int, modules: Sequence[str]) -> None:
     """Import modules, then fork a process for each request of whoever connects, until the tests are
-    over. argv: the listening socket, the process that ends with the tests, the modules.
+    over: a process ends with them.
     """
     if os.fork():
         os._exit(0)  # who started it may end before other processes of the tests
-    over = os.pidfd_open(int(sys.argv[2]))
-    for name in sys.argv[3:]:
+    over = os.pidfd_open(over_with)
+    for name in modules:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
-    listener = socket.socket(fileno=int(sys.argv[1]))
+    listener = socket.socket(fileno=listening)
     tests = list[socket.socket]()
     while True:
         for ready in select.select([over, listener, *tests], [], [])[0]:
@@ -65,7 +66,7 @@ def main() -> None:
                 tests.append(listener.accept()[0])
                 socket.send_fds(tests[-1], [b"log"], [1])
                 continue
-            message, fds, _, _ = socket.recv_fds(ready, _REQUEST_BYTES, 3)
+            message, fds, _, _ = socket.recv_fds(ready, _REQUEST_BYTES, 4)
             if not message:
                 tests.remove(ready)
                 ready.close()
@@ -86,7 +87,7 @@ def _fork(message: bytes, fds: list[int], ours: list[socket.socket]) -> int:
             setting = pickle.loads(message)
             _become(setting, fds)
             if program := setting.get("program"):
-                exec(program, vars(sys.modules["__main__"]))
+                exec(program, vars(sys.modules["__main__"]) | {"fds": fds})
             else:
                 _obey(Connection(fds[0]))
         except BaseException:  # noqa: BLE001 - the process's outermost loop
@@ -99,14 +100,14 @@ def _fork(message: bytes, fds: list[int], ours: list[socket.socket]) -> int:
 
 
 def _become(setting: dict[str, Any], fds: list[int]) -> None:
-    """The leader of a session, which dies with the nursery. fds: of a program its standard streams;
-    else a pipe to the test, and what both outputs go to, if not where the nursery's do."""
+    """The leader of a session, which dies with the nursery. fds: of a program its standard streams
+    first; else a pipe to the test, and what both outputs go to, if not where the nursery's do."""
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if setting.get("apart") is not None:
         _isolate(setting["apart"])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    streams = fds if "program" in setting else [None, *fds[1:] * 2]
+    streams = fds[:3] if "program" in setting else [None, *fds[1:] * 2]
     for number, fd in enumerate(streams):
         if fd is not None:
             os.dup2(fd, number)

@@ -43,6 +43,8 @@ SECONDS = 60.0
 """Nothing in these tests waits longer, however slow the machine."""
 IMPORT_SECONDS = 240.0
 """Until a nursery has imported its modules on a busy machine."""
+WARM = "VCACHE_TESTS_WARM"
+"""The variable with the address of a nursery that has imported torch and vLLM, if there is one."""
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -392,14 +394,25 @@ def _start_nursery(
     modules: Sequence[str],
     environment: Mapping[str, str | None],
 ) -> None:
-    given = {**os.environ, "PYTHONPATH": _python_path(), **environment}
-    command = [sys.executable, "-c", "import nursery; nursery.main()", str(listener.fileno())]
-    own: dict[str, Any] = {"env": {name: one for name, one in given.items() if one is not None}}
-    own |= {"start_new_session": True, "pass_fds": [listener.fileno()], "check": True, "cwd": ROOT}
-    own |= {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-    with tempfile.TemporaryFile() as log:
-        streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-        subprocess.run([*command, str(tests), *modules], **streams, **own)
+    """In a new Python, or, of a large one, in a fork of the one that tests are forked from."""
+    changed = {**os.environ, "PYTHONPATH": _python_path(), **environment}
+    given = {name: one for name, one in changed.items() if one is not None}
+    warm = None if modules[0].startswith("vcache_backend") else os.environ.get(WARM)
+    with tempfile.TemporaryFile() as log, open(os.devnull) as nothing:
+        fds = [nothing.fileno(), log.fileno(), log.fileno(), listener.fileno()]
+        program = f"import nursery; nursery.main({{}}, {tests}, {list(modules)})"
+        if warm is not None and (home := _connected(f"\0{warm}")) is not None:
+            with home:
+                home.recv(64)
+                setting = {"environment": given, "program": program.format("fds[3]")}
+                socket.send_fds(home, [pickle.dumps(setting)], fds)
+                assert home.recv(64)
+            return
+        own: dict[str, Any] = {"pass_fds": fds[3:], "start_new_session": True, "cwd": ROOT}
+        own |= {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+        command = [sys.executable, "-c", program.format(fds[3])]
+        streams = {"stdin": nothing, "stdout": log, "stderr": log}
+        subprocess.run(command, env=given, check=True, **streams, **own)
 
 
 def _connected(address: str) -> socket.socket | None:

@@ -4,6 +4,7 @@ instances can map: what a worker of a model with windows, local attention or sta
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from neighbour_cases import HOST, NAMESPACE
+from soak import scheduling
 from vllm.v1 import kv_cache_interface as kinds
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -19,7 +21,7 @@ from vllm_objects import vllm_config
 
 from vcache_backend.config import ClientConfig
 from vcache_backend.integration.vllm.model import groups
-from vcache_backend.integration.vllm.worker.exporter import Exporter
+from vcache_backend.integration.vllm.worker.in_place import Exporter
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import InstanceId, Join, ResidentRun
 from vcache_backend.resident.own_cache import cache_shape, show_cache
@@ -27,7 +29,7 @@ from vcache_backend.vram_pool.generations import Generations
 
 BLOCKS, BLOCK = 64, 16
 PAGE = 2 * 2 * 64 * 2 * BLOCK
-HEADS = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+HEADS: dict[str, Any] = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
 
 
 def planned(layers: dict[str, Any], layout: str, blocks: int = 10) -> kinds.KVCacheConfig:
@@ -43,24 +45,12 @@ def planned(layers: dict[str, Any], layout: str, blocks: int = 10) -> kinds.KVCa
     return kv_cache_utils.get_kv_cache_config_from_groups(config, tables, 1 << 30)
 
 
-def full(**more: Any) -> Any:
-    return kinds.FullAttentionSpec(**{"block_size": BLOCK} | HEADS | more)
-
-
-def window(tokens: int, **more: Any) -> Any:
-    sizes = {"block_size": BLOCK, "sliding_window": tokens} | HEADS | more
-    return kinds.SlidingWindowSpec(**sizes)
-
-
-def local(tokens: int) -> Any:
-    return kinds.ChunkedLocalAttentionSpec(block_size=BLOCK, attention_chunk_size=tokens, **HEADS)
-
-
-def state() -> Any:
-    """Two tensors in one page, as Mamba 2 has them, and room behind them."""
-    given = {"shapes": ((3, 40), (8, 20)), "dtypes": (torch.bfloat16, torch.float32)}
-    more = {"mamba_cache_mode": "align", "page_size_padded": PAGE}
-    return kinds.MambaSpec(block_size=BLOCK, **given, **more)
+full, window, local = (
+    partial(make, **HEADS) for make in (scheduling.full, scheduling.window, scheduling.local)
+)
+_PARTS: dict[str, Any] = {"shapes": ((3, 40), (8, 20)), "dtypes": (torch.bfloat16, torch.float32)}
+state = partial(scheduling.state, **_PARTS, page_size_padded=PAGE)
+"""Two tensors in one page, as Mamba 2 has them, and room behind them."""
 
 
 def sparse() -> dict[str, Any]:

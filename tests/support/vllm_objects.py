@@ -83,19 +83,6 @@ def vllm_config(**changes: Any) -> Any:
     return config
 
 
-def tables(*windows: int) -> Any:
-    """vLLM's block tables of a model, one for each window; 0: of full attention."""
-    from vllm.v1 import kv_cache_interface as kinds
-
-    def spec(window: int) -> Any:
-        sizes = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
-        more = {"sliding_window": window} if window else {}
-        return (kinds.SlidingWindowSpec if window else kinds.FullAttentionSpec)(**sizes, **more)
-
-    groups = [kinds.KVCacheGroupSpec([f"layer {n}"], spec(one)) for n, one in enumerate(windows)]
-    return kinds.KVCacheConfig(num_blocks=400, kv_cache_tensors=[], kv_cache_groups=groups)
-
-
 def caches(blocks: int = BLOCKS, block_size: int = BLOCK) -> dict[str, Tensor]:
     return {name: torch.zeros((blocks, 2, block_size, 16), dtype=torch.bfloat16) for name in LAYERS}
 

@@ -1,7 +1,7 @@
 """What most modules of tests import, for the processes of pytest-xdist: they are forked from one that
 has (`processes.nursery`), since it takes each of them seconds.
 
-As a program it stands in Python's place: ADDRESS OF THE NURSERY, then Python's own arguments."""
+As a program it stands in Python's place, and takes its arguments."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if __name__ != "__main__":
             import_module(name)
 
 
-def main(address: str, *arguments: str) -> None:
+def main() -> None:
     """Live as long as the fork does, which has these standard streams."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest ends its processes itself
-    setting = {"environment": dict(os.environ), "program": arguments[-1]}
+    setting = {"environment": dict(os.environ), "program": sys.argv[-1]}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as home:
-        home.connect(f"\0{address}")
+        home.connect(f"\0{os.environ['VCACHE_TESTS_WARM']}")
         home.recv(64)
         socket.send_fds(home, [pickle.dumps(setting)], [0, 1, 2])
         pid = int(home.recv(64))
@@ -35,4 +35,4 @@ def main(address: str, *arguments: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -60,10 +60,10 @@ def test_a_writer_that_is_late_copies_nothing(here: Node, monkeypatch: pytest.Mo
     writer = here.engine("host:b", 0, layout_of(mine), copier=NoCopier())
     find = writer._session.pool.slots
 
-    def find_late(locations: list[m.Location]) -> list[Any]:
+    def find_late(locations: list[m.Location], nbytes: int) -> list[Any]:
         eventually(lambda: counts(client) == (0, 1))
         put(other, mine, prompt(CHUNK))
-        return find(locations)
+        return find(locations, nbytes)
 
     monkeypatch.setattr(writer._session.pool, "slots", find_late)
     writer.store(prompt(CHUNK), None, theirs.tensors, places(SMALL, CHUNK))

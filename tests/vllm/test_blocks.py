@@ -35,14 +35,14 @@ class Watched:
     def __init__(self) -> None:
         self.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=4)
         self.owner = Generations(OWNER, BLOCKS)
-        self.theirs = GenerationView.open(self.owner.fd, OWNER, BLOCKS)
+        self.theirs = GenerationView(self.owner.fd, OWNER, BLOCKS)
         self.publications = Publications(BLOCKS, {0: BlockTable("full")}, loads=True)
         self.generations = self.publications.generations
         self.blocks = KVBlocks(self.pool, lambda *_: self.generations.give_up())
         self.duplicates = Duplicates(self.blocks, self, self.publications, EACH)
         self.publications.pool.watch(self.blocks)
         instance = self.publications.instance
-        self.seen = GenerationView.open(self.generations.fd, instance, BLOCKS)
+        self.seen = GenerationView(self.generations.fd, instance, BLOCKS)
         self.hashes = 0
 
     def view(self, instance: bytes) -> GenerationView | None:

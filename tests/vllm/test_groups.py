@@ -23,6 +23,8 @@ from vllm_objects import comes_back
 pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
 
 import torch
+from soak import scheduling
+from soak.scheduling import full, window
 from table_cases import planned, sparse
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
@@ -44,23 +46,16 @@ HIT = 15 * CHUNK
 CASES = 400
 
 
-def spec(window: int = 0, block_size: int = 16) -> Any:
-    sizes = {"block_size": block_size, "num_kv_heads": 1, "head_size": 8 * 16 // block_size}
-    sizes |= {"dtype": torch.float32}
-    if window:
-        return kinds.SlidingWindowSpec(sliding_window=window, **sizes)
-    return kinds.FullAttentionSpec(**sizes)
+def spec(tokens: int = 0, block: int = 16) -> Any:
+    size = {"head_size": 8 * 16 // block}
+    return window(tokens, block, **size) if tokens else full(block, **size)
 
 
-def state(**changes: Any) -> Any:
-    """As vLLM has it where its prefix cache is on."""
-    given = {"block_size": 16, "shapes": ((1, 2),), "dtypes": (torch.float32,)}
-    return kinds.MambaSpec(**given | {"mamba_cache_mode": "align"} | changes)
+state = functools.partial(scheduling.state, shapes=((1, 2),))
 
 
 def caches(*specs: Any) -> kinds.KVCacheConfig:
-    named = [kinds.KVCacheGroupSpec([f"layer {number}"], one) for number, one in enumerate(specs)]
-    return kinds.KVCacheConfig(num_blocks=400, kv_cache_tensors=[], kv_cache_groups=named)
+    return scheduling.Tables(specs, None).config(400)
 
 
 # ---- lists, against vLLM's own manager

@@ -50,14 +50,14 @@ class Mode:
             inside = {"connectors": [transfer, other | {"kv_role": "kv_both"}]}
             transfer = {"kv_connector": "VCacheMultiConnector", "kv_role": "kv_both"}
             transfer |= {"kv_connector_extra_config": inside}
-            kept = [Prompt(new_tokens(LENGTH), max_tokens=3)]
+            kept = [Prompt(new_tokens(LENGTH), max_tokens=2)]
         arguments = {"kv_transfer_config": transfer, "model": str(here.model)}
         made = Instance(here.folder, f"{name} reader", {}, arguments, make=_injecting)
         self.reader = here.undo.enter_context(made)
-        shared, other, fresh = (Prompt(new_tokens(LENGTH), max_tokens=count) for count in (3, 3, 1))
-        more = Prompt(fresh.tokens + new_tokens(CHUNK), max_tokens=3)
+        shared, other, fresh = (Prompt(new_tokens(LENGTH), max_tokens=count) for count in (2, 2, 1))
+        more = Prompt(fresh.tokens + new_tokens(CHUNK), max_tokens=2)
         for prompt in (shared, other):
-            keep(self.owner, prompt.tokens, max_tokens=3)
+            keep(self.owner, prompt.tokens, max_tokens=2)
         self.load = [shared, other, fresh, more, *kept]
         self.answers = here.alone(f"{name} aside").run(shared, fresh, other, more, *kept)
         self.calls: dict[str, int] = self.reader.ask("functions", self.load)

@@ -7,7 +7,6 @@ import random
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,14 +47,9 @@ _numbers = count()
 def owner(here: Node, *given: Any) -> Worker:
     """In a process of its own. given: see `Tables`."""
     number = next(_numbers)
-    made = Worker(
-        home(), _owner, here.path, PATIENT, instance(number), *given, name=f"owner {number}"
-    )
+    given = here.path, PATIENT, instance(number), *given
+    made = Worker(home(), Owner, *given, name=f"owner {number}")
     return here.undo.enter_context(made).made()
-
-
-def _owner(path: Path, *given: Any) -> Owner:
-    return Owner(path, *given)
 
 
 class Reader(Tables):

@@ -9,13 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm_objects import tables, vllm_config
+from vllm_objects import vllm_config
 
 pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
 
-import torch
 import vllm
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
+from soak.scheduling import Tables, full, state, window
 
 from vcache_backend import proofs
 from vcache_backend.config import ConnectorConfig, from_dict
@@ -29,6 +28,13 @@ MODEL = ModelSpec(
 )
 IN_PLACE, THROUGH_POOL = {"connector": {"share": "in_place"}}, {"connector": {"share": "pool"}}
 GIB = 1 << 30
+
+
+def tables(*windows: int) -> Any:
+    """vLLM's block tables of a model, one for each window; 0: of full attention."""
+    return Tables([window(one) if one else full() for one in windows], None).config(400)
+
+
 HINDERED: dict[str, Any] = {"hindered": "of an order"}
 BESIDE = (
     "a pool beside a KV cache shared in place takes models with one block table: leave out "
@@ -204,9 +210,7 @@ def test_a_load_begins_at_once_if_no_step_can_touch_its_blocks() -> None:
     assert compat.loads_at_once(vllm_config(), tables(0), shares)
     assert not compat.loads_at_once(vllm_config(), tables(0), lends)
     assert not compat.loads_at_once(drafts, tables(0), shares)
-    states, shape = tables(0), {"shapes": ((2, 3),), "dtypes": (torch.float32,)}
-    kept = MambaSpec(block_size=16, mamba_cache_mode="align", **shape)
-    states.kv_cache_groups.append(KVCacheGroupSpec(["state"], kept))
+    states = Tables([full(), state()], None).config(400)
     assert states.needs_kv_cache_zeroing
     # A step under way may read blocks that its window has passed.
     for several in (tables(33), tables(33, 0), states):

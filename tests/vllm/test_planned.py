@@ -19,7 +19,7 @@ from soak.scheduling import Instance, Place, Tables, full, place, state, window
 from vllm.v1.request import RequestStatus
 
 pytestmark = needs_vllm
-PAIRS, TURNS = 60, 300
+PAIRS, TURNS = 60, 200
 """Questions about a kind of models, and steps of a run."""
 
 

@@ -53,7 +53,7 @@ def begun() -> Iterator[tuple[Child, list[int], Path]]:
         places = {"TMPDIR": str(folder), "XDG_STATE_HOME": str(folder / "state")}
         command = undo.enter_context(script(program, "prove", **places))
         found = lambda: with_words("prove.instance", folder)  # noqa: E731
-        yield command, eventually(lambda: len(found()) == 2 and found(), START_SECONDS), folder
+        yield command, eventually(lambda: len(found()) == 2 and found(), START_SECONDS, 0.1), folder
 
 
 @needs_vllm
@@ -62,7 +62,7 @@ def test_what_ends_it_leaves_no_process_behind(how: signal.Signals) -> None:
     with begun() as (command, _, folder):
         os.kill(command.process.pid, how)
         status, _ = command.wait()
-        eventually(lambda: not with_words(folder))
+        eventually(lambda: not with_words(folder), every=0.1)
         if how == signal.SIGINT:
             assert (status, [*folder.glob("vcache-prove-*")]) == (130, [])
 

@@ -268,7 +268,9 @@ def test_what_comes_last_is_asked_for_copied_and_proved_in_one_step(
         here.b.add("beside", new_tokens(5), max_tokens=20)
     here.a.finish("first")
     assert here.a.ask("told")
+    asked = here.asked("Find")
     assert here.b.step(1) == {}
+    assert here.asked("Find") == asked + 1
     answer = here.b.step(Prompt(tokens).max_tokens)["second"]
     alike(here, answer, 10 * CHUNK, tokens)
     if beside:

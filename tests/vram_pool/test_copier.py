@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool.copies.copier import Copier, CopyJob, HostCopier
 from vcache_backend.vram_pool.copies.cuda_copier import CudaCopier
 from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV, placed, slot_rows
@@ -90,33 +89,6 @@ def test_layers_with_pages_of_several_sizes_move_together(device: str, make: Mak
             old[block] = source[there]
         old[6] = other[7]
         assert torch.equal(cache, old)
-    with pytest.raises(LayoutError, match="rows of 4 and origins of 5 planes are needed"):
-        copier.copy(CopyJob(here, np.array(rows)[:, :3], origins))
-
-
-# ---- what is refused
-
-
-@COPIERS
-@pytest.mark.parametrize(
-    ("row", "why"),
-    [
-        ((1, 0, 3), "origins 0 to 1, but there are 1"),
-        ((0, 0, 12), "blocks 0 to 12, but there are 12"),
-        ((-1, 0, 3), "origins -1"),
-    ],
-)
-def test_a_copy_to_no_block_or_from_no_origin_is_refused(
-    device: str, make: Make, row: tuple[int, int, int], why: str
-) -> None:
-    kv = PagedKV.describe(tensors(device), BLOCK)
-    before = [page.clone() for page in kv.pages]
-    with pytest.raises(LayoutError, match=why):
-        make().copy(CopyJob(kv, np.array([(0, 0, 0), row]), kv.planes[None, :, 0]))
-    said = r"origins of 6 planes are needed; given are \(2, 3\) and \(1, 5\)"
-    with pytest.raises(LayoutError, match=said):
-        make().copy(CopyJob(kv, np.array([(0, 0, 0), (0, 0, 1)]), kv.planes[None, :5, 0]))
-    assert all(torch.equal(page, was) for page, was in zip(kv.pages, before, strict=True))
 
 
 # ---- completions

@@ -4,11 +4,8 @@ memfds, real processes.
 
 from __future__ import annotations
 
-import fcntl
-import mmap
 import os
 import platform
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,8 +14,7 @@ import pytest
 from processes import Worker, eventually, nursery
 
 from vcache_backend.errors import SegmentError
-from vcache_backend.seals import FUTURE_WRITE
-from vcache_backend.vram_pool.generations import SEALS, Generations, GenerationView
+from vcache_backend.vram_pool.generations import Generations, GenerationView
 
 ME = bytes(range(16))
 OTHER = bytes(16)
@@ -34,7 +30,7 @@ def table() -> Iterator[Generations]:
 
 @pytest.fixture
 def view(table: Generations) -> GenerationView:
-    return GenerationView.open(table.fd, ME, BLOCKS)
+    return GenerationView(table.fd, ME, BLOCKS)
 
 
 def u32(*values: int) -> bytes:
@@ -81,49 +77,13 @@ def test_a_view_cannot_write(view: GenerationView) -> None:
 # ---- what is refused
 
 
-@contextmanager
-def forged(kind: str) -> Iterator[int]:
-    fd = os.memfd_create("forged", os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, mmap.PAGESIZE if kind == "short" else 2 * mmap.PAGESIZE)
-    version, count = 2 if kind == "version" else 3, BLOCKS - (kind == "count")
-    owner = OTHER if kind == "owner" else ME
-    os.pwrite(fd, struct.pack("<8sII16sQ", b"vcache-g", version, 0, owner, count), 0)
-    missing = FUTURE_WRITE if kind == "writable" else 0
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS & ~missing)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("writable", "others' writing .it has 0x7, needs 0x17"),
-        ("short", "has 4,096 B, and 64 generations need 8,192"),
-        ("version", "b'vcache-g' 2; expected are .* b'vcache-g' 3"),
-        ("count", "it has 63 generations of .* expected are 64"),
-        ("owner", f"64 generations of {OTHER.hex()}, .* are 64 of {ME.hex()}"),
-    ],
-)
-def test_what_is_no_table_is_refused_with_why_and_leaves_nothing(kind: str, message: str) -> None:
-    """Other seals, and what is no memfd: test_regions. An instance does not answer for its
-    predecessor.
-    """
-    with forged(kind) as fd:
-        before = len(os.listdir("/proc/self/fd"))
-        with pytest.raises(SegmentError, match=f"generation table: .*({message})"):
-            GenerationView.open(fd, ME, BLOCKS)
-        assert len(os.listdir("/proc/self/fd")) <= before
-
-
 def test_a_machine_must_order_stores(table: Generations, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     said = "as x86_64 does, not aarch64"
     with pytest.raises(SegmentError, match=said):
         Generations(ME, BLOCKS)
     with pytest.raises(SegmentError, match=said):
-        GenerationView.open(table.fd, ME, BLOCKS)
+        GenerationView(table.fd, ME, BLOCKS)
 
 
 # ---- two processes
@@ -151,7 +111,7 @@ def owner() -> Iterator[tuple[Worker, GenerationView]]:
     with Worker(nursery("test_generations"), Owner, name="an owner") as made:
         pid, fd = made.ask("fd")
         here = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
-        view = GenerationView.open(here, ME, BLOCKS)
+        view = GenerationView(here, ME, BLOCKS)
         os.close(here)
         yield made, view
 

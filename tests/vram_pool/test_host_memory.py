@@ -58,7 +58,6 @@ def test_a_segment_is_locked_while_a_tensor_lives(cuda: FakeCuda, quiet: None, n
         "cuDevicePrimaryCtxRetain",
         "cuCtxPushCurrent",
         "cuMemHostRegister",
-        "cuMemHostGetDevicePointer",
     ],
 )
 def test_a_segment_that_failed_leaves_nothing(cuda: FakeCuda, quiet: None, call: str) -> None:
@@ -83,12 +82,6 @@ def test_memory_is_locked_step_by_step_and_given_back_where_a_step_fails(
     cuda.most_registered = MIB // 2
     with create(HOST, MIB) as owned:
         assert "cannot lock 262,144 B" in why_not_mapped(owned, HOST)
-
-
-def test_a_gpu_that_has_the_memory_elsewhere_does_not_read_it(cuda: FakeCuda) -> None:
-    cuda.moved = 4096
-    with create(HOST, MIB) as owned:
-        assert "GPU 0 has host memory elsewhere" in why_not_mapped(owned, HOST)
 
 
 def test_the_last_gibibyte_of_the_machine_is_left_to_others(

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from triton.runtime import interpreter
 
-from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool.copies import kernel
 from vcache_backend.vram_pool.copies.copier import CopyJob, copy_pages
 from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV, Share, placed, slot_rows
@@ -180,12 +179,6 @@ def test_a_block_far_from_the_first_one_is_addressed_in_64_bits() -> None:
         kv.pages[0][ids] = 0xA5
         run()
         assert all(map(torch.equal, kv.pages[0][ids], slot))
-
-
-def test_a_copy_of_too_many_pieces_is_refused() -> None:
-    part = TablePart(dense(512, "cpu")[0], 0, 1 << 30, False, 16)
-    with pytest.raises(LayoutError, match="is too large; move fewer chunks"):
-        kernel.launch(part, torch.empty(0), to_origin=True, ctas=3)
 
 
 # ---- other KV caches

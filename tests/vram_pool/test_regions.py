@@ -46,12 +46,6 @@ def on_gpu(cuda: FakeCuda) -> Iterator[OwnedSegment]:
 # ---- host memory
 
 
-@pytest.mark.parametrize("nbytes", [0, -1, 1 << 60])
-def test_an_impossible_size_is_refused(nbytes: int) -> None:
-    with pytest.raises(SegmentError, match=f"{nbytes:,} B"):
-        create(HOST, nbytes)
-
-
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

@@ -168,10 +168,7 @@ def add_segment(
     """Lend memory of a device, such as an idle GPU. The server keeps it when this command ends."""
     from vcache_backend.vram_pool import devices, regions
 
-    try:
-        place = devices.resolve(device)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("pool.device:", "--device", 1)) from error
+    place = devices.resolve(device)
     # Pages are allocated on first write: without this check a lack of memory would hit a later
     # writer.
     if place.medium == "host" and nbytes > (free := config.ByteSize(devices.host_available())):

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import msgspec
 
 from vcache_backend import proofs
-from vcache_backend.config import ByteSize, ClientConfig, Config, left_out, whole
+from vcache_backend.config import ByteSize, ClientConfig, Config, left_out
 from vcache_backend.errors import SegmentError, VCacheError
 from vcache_backend.offload.process import (
     FULL,
@@ -205,25 +205,21 @@ def check_server(config: Config) -> Iterator[Finding]:
     uid = config.client.server_uid
     within = ClientConfig(connect_seconds=1.0, request_seconds=1.0, server_uid=uid)
     with Client(config.server.path, within, reconnect=False) as client:
-        if not client.connected:
-            # An absent server may only have to be started.
-            absent = client.trouble.startswith("no metadata server at")
-            detail, _, advice = client.trouble.rpartition("; ")
-            if not detail:
-                detail = client.trouble
-                advice = "see its log; `kill -CONT` it, or restart it with this version"
-            elif absent and config.connector.start_server:
-                advice = f"the first instance starts one, and its log says so; or {advice}"
-            yield (warn if absent else fail)("server", detail, advice)
-            return
         try:
             stats = client.stats()
         except VCacheError as error:
-            detail = f"it accepts connections, but did not answer `stats`: {error}"
-            yield fail("server", detail, "see its log")
+            said = str(error)
+            detail, _, advice = said.rpartition("; ")
+            absent = said.startswith("no metadata server at")  # it may only have to be started
+            if absent and config.connector.start_server:
+                advice = f"the first instance starts one, and its log says so; or {advice}"
+            if not detail:
+                detail = said
+                advice = "see its log; `kill -CONT` it, or restart it with this version"
+            yield (warn if absent else fail)("server", detail, advice)
             return
     detail = f"answers, protocol {PROTOCOL_VERSION}, epoch {stats.epoch}"
-    yield ok("server", f"{whole(config.server.path)} {detail}")
+    yield ok("server", f"{config.server.path} {detail}")
     good, said = verdict(stats)
     if not good:
         yield warn("sharing", said, "see `vcache status`")

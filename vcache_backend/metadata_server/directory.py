@@ -28,7 +28,7 @@ Steps = Iterator[None]
 
 
 class Backlog:
-    """Tasks too long for one turn of the server's loop, in the order in which they came."""
+    """Tasks too long for one turn of the server's loop, which take turns themselves."""
 
     AT_ONCE = 1024
     """Steps of a task in the turn that begins it. Most tasks need no more."""
@@ -44,17 +44,13 @@ class Backlog:
         if sum(1 for _ in islice(task, self.AT_ONCE)) == self.AT_ONCE:
             self._tasks.append(task)
 
-    def later(self, task: Steps) -> None:
-        """Add a task that begins in a later turn, for example if a turn may add many tasks."""
-        self._tasks.append(task)
-
     def run(self, steps: int) -> None:
         """Do about so many steps, at least one of each finished task."""
         while steps > 0 and self._tasks:
             task = self._tasks.popleft()
             done = sum(1 for _ in islice(task, steps))
             if done == steps:
-                self._tasks.appendleft(task)
+                self._tasks.append(task)
             steps -= max(1, done)
 
 
@@ -219,8 +215,6 @@ class Directory:
         if refusal is None and len(places) < len(new):
             refusal = m.Refusal.FULL
             reason = _ENOUGH if len(places) == m.MAX_SLOTS else _full(nbytes, client.medium)
-        if refusal is not None:
-            self.counters[f"refused_{refusal.name.lower()}"] += len(new) - len(places)
         slots = list[m.Location | int]()
         for key in keys:
             if key in granted:
@@ -236,7 +230,6 @@ class Directory:
         self._pending |= dict.fromkeys(places, number)
         deadline = self._now() + self._write_seconds
         self._writes[number] = _Write(client.id, client.process, deadline, places)
-        self.counters["reserved"] += len(places)
         return m.Reserved(number, self._write_seconds, slots, reason, epoch)
 
     def commit(self, client: Peer, number: int) -> list[m.ChunkKey]:
@@ -253,7 +246,6 @@ class Directory:
             region, slot = self.room.at(place)
             region.table.fill(slot, number)
             self.room.put(key, place)
-        self.counters["committed"] += len(write.places)
         return list(write.places)
 
     def abort(self, client: Peer, number: int) -> int:
@@ -266,7 +258,6 @@ class Directory:
             self._done[client.process, number] = None
             if len(self._done) > 4096:
                 self._done.popitem(last=False)
-        self.counters["aborted"] += freed
         return freed
 
     def remove(self, keys: Iterable[m.ChunkKey]) -> int:
@@ -274,7 +265,6 @@ class Directory:
         here = [key for key in dict.fromkeys(keys) if self.chunks.get(key) is not None]
         for key in here:
             self.room.evict(key)
-        self.counters["removed"] += len(here)
         return len(here)
 
     # ---- resets
@@ -297,7 +287,6 @@ class Directory:
         else:
             kept = {b"": self._reset(b"")} | self.resets
             self._set_resets({name: Reset(number, old.epoch) for name, old in kept.items()})
-        self.counters["removed"] += here
         return here
 
     # ---- clients and time
@@ -311,7 +300,6 @@ class Directory:
         """Quarantine what was not committed in time."""
         now = self._now()
         for number in [n for n, write in self._writes.items() if write.deadline < now]:
-            self.counters["expired_reservations"] += 1
             self._quarantine(number)
 
     def written(self) -> tuple[int, int]:
@@ -436,8 +424,9 @@ class Directory:
 
     def _sweep(self) -> Steps:
         """Forget the chunks of before the last reset and of dropped segments, and those segments.
-        One sweep runs at a time: however many resets come meanwhile, one more follows."""
-        for number in list(self._stale):
+        One sweep runs at a time: however many resets come meanwhile, it goes on to them."""
+        while self._stale:
+            number = next(iter(self._stale))
             del self._stale[number]
             region = self.regions[number]
             yield from self._forget_in(region)
@@ -445,10 +434,7 @@ class Directory:
                 self._stale.pop(number, None)
                 del self.regions[number]
                 region.table.close()
-        if self._stale:
-            self._backlog.later(self._sweep())
-        else:
-            self._sweeping = False
+        self._sweeping = False
 
     def _forget_in(self, region: SlotRegion) -> Steps:
         for number, slab in enumerate(region.slabs):

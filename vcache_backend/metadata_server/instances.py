@@ -19,9 +19,9 @@ import msgspec
 from vcache_backend.errors import Refused, SegmentError, printable
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.processes import Answer, Descriptor, Peer, ProcessId
-from vcache_backend.metadata_server.publications import ForeignTable
 from vcache_backend.metadata_server.residents import ResidentDirectory
 from vcache_backend.protocol import messages as m
+from vcache_backend.protocol.generation_table import ForeignTable
 
 log = logging.getLogger(__name__)
 

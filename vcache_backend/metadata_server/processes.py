@@ -146,17 +146,6 @@ def lives(process: ProcessId) -> bool:
     return _fields_of(process)[:1] not in ([], [b"Z"], [b"X"])
 
 
-def is_pidfd(fd: int, pid: int) -> bool:
-    """Whether `fd` is a pidfd of process `pid`, or may be (pid 0: not visible; -1: ended)."""
-    # Linux 6.9 says `pidfd:[…]`. Another file's fdinfo may be long.
-    if not os.readlink(f"/proc/self/fd/{fd}").startswith(("anon_inode:[pidfd]", "pidfd:[")):
-        return False
-    for line in Path(f"/proc/self/fdinfo/{fd}").read_bytes().splitlines():
-        if line.startswith(b"Pid:"):
-            return pid == 0 or int(line.split()[1]) in (pid, -1)
-    return False
-
-
 def namespaces() -> bytes:
     """The scope of this process's pids and start times: pid and time namespaces, and the boot."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -8,7 +8,6 @@ of the instance's process, sealed against shrinking, so that reading it never fa
 
 from __future__ import annotations
 
-import mmap
 import struct
 from array import array
 from collections import deque
@@ -17,8 +16,8 @@ from operator import eq, itemgetter
 from typing import Any, Literal, NamedTuple
 
 from vcache_backend.errors import Refused
-from vcache_backend.protocol import generation_table
 from vcache_backend.protocol import messages as m
+from vcache_backend.protocol.generation_table import ForeignTable
 
 BLOCK_BYTES = 256
 """About how much of the server's memory an instance takes for each of its blocks."""
@@ -56,21 +55,6 @@ class LogPiece(NamedTuple):
     agreed: Sequence[int]
 
 
-class ForeignTable:
-    """The generation table of an instance, mapped as long as this object lives."""
-
-    def __init__(self, fd: int, instance: bytes, blocks: int) -> None:
-        """Raises SegmentError unless the caller's `fd` is the sealed table of `instance`."""
-        memory = memoryview(generation_table.mapped(fd, instance, blocks))
-        first = mmap.PAGESIZE
-        self.counters = memory[first : first + blocks * m.GENERATION_BYTES].cast("Q")
-        self._dead = memory[generation_table.DEAD_AT :][:4].cast("I")
-
-    @property
-    def dead(self) -> bool:
-        return bool(self._dead[0])
-
-
 def suffix(table: int) -> bytes:
     """What follows a hash in the name of a block of this table."""
     return bytes([table]) if table else b""
@@ -89,7 +73,7 @@ class InstancePublications:
     """The most blocks of one name that are told apart."""
 
     def __init__(self, join: m.Join, table: ForeignTable) -> None:
-        self.join, self.table, self._counters = join, table, table.counters
+        self.join, self.table, self._counters = join, table, table.words
         self.namespace, self.blocks, self.ranks = join.namespace, join.blocks, join.ranks
         self.each, self.tables = join.each, join.tables
         self.whole = False

@@ -21,12 +21,12 @@ from vcache_backend.metadata_server.publications import (
     BLOCK_BYTES,
     COMPARED,
     Chunk,
-    ForeignTable,
     InstancePublications,
     Piece,
     suffix,
 )
 from vcache_backend.protocol import messages as m
+from vcache_backend.protocol.generation_table import ForeignTable
 
 ONE_FULL = [m.BlockTable("full")]
 News = tuple[m.InstanceId, bytes, bytes]

@@ -129,11 +129,6 @@ class SlotsTable:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             table = cls(file, memory)
             undo.pop_all()
-        try:
-            _check(list(table.slabs()), nbytes)
-        except OSError:
-            table.close()
-            raise
         return table
 
     # ---- slots
@@ -228,16 +223,6 @@ def _opened(fd: int, segment: str, nbytes: int, undo: ExitStack) -> tuple[int, m
     if made_for != nbytes:
         raise OSError(f"it is for a segment of {made_for:,} B, not of {nbytes:,}")
     return file, memory
-
-
-def _check(slabs: list[SlabPlace], nbytes: int) -> None:
-    """OSError unless such slabs can be in a segment: one behind the other, with whole slots."""
-    end = 0
-    for place in slabs:
-        wrong = place.slot_bytes % ALIGNMENT or not 0 < place.slot_bytes <= place.nbytes
-        if wrong or place.offset != end or end + place.nbytes > nbytes:
-            raise OSError(f"a slab that cannot be: {place}")
-        end += place.nbytes
 
 
 def _scope() -> bytes:

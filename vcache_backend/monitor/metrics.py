@@ -26,19 +26,9 @@ _COUNTERS = {
     "lookup_chunks": "Chunks that look-ups asked for.",
     "lookup_hits": "Chunks that look-ups found, in the pool or in another instance's KV cache.",
     "resident_hits": "Chunks that look-ups found in another instance's KV cache.",
-    "promised_chunks": "Chunks that instances said they would compute, so that others wait.",
-    "promised_chunks_broken": (
-        "Chunks that an instance began to compute and gave up, so that others compute them. If "
-        "they rise, requests are aborted or preempted, or instances die."
-    ),
-    "loads": "Loads that brought tokens.",
     "loaded_tokens": "Tokens that instances loaded and did not compute.",
-    "awaited_tokens": "Tokens that came while requests waited for them.",
-    "waited_milliseconds": "Seconds that requests waited for chunks another instance computed.",
     "pin_chunks": "Chunks of the pool that loads asked for.",
     "pin_hits": "Chunks of the pool that loads found.",
-    "evicted": "Chunks that made room for others in the pool.",
-    "published": "Blocks that instances showed to others in their KV caches.",
 }
 """The server's counters, which start at 0, so that a scraper sees the first increase."""
 Row = tuple[Sequence[str], float]
@@ -82,10 +72,7 @@ def _server(stats: ServerStats) -> Iterator[Metric]:
     rows = [((level,), levels[level]) for level in get_args(Level)]
     yield _gauge("server_reports_10m", what, rows, "level")
     for name, what in _COUNTERS.items():
-        total = float(stats.counters.get(name, 0))
-        if name.endswith("_milliseconds"):
-            name, total = name.replace("_milliseconds", "_seconds"), total / 1e3
-        yield _counter(f"server_{name}", what, [((), total)])
+        yield _counter(f"server_{name}", what, [((), stats.counters.get(name, 0))])
 
 
 def _requests(stats: ServerStats) -> Metric:

@@ -34,8 +34,6 @@ class Store:
         self.memory = os.memfd_create("vcache-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         """The memory of all buffers that calls read and write. `staging` sets the size."""
         self._process: OffloadProcess | None = None
-        self._started = 0
-        """How many processes were started."""
         self._failed = 0
         """How many calls in a row have failed."""
         self._answers = False
@@ -89,7 +87,7 @@ class Store:
     def snapshot(self) -> dict[str, Any]:
         process = self._process
         pid = process.pid if process is not None and process.alive else None
-        return {"process": pid, "processes_started": self._started, "last_error": self._error}
+        return {"process": pid, "last_error": self._error}
 
     def _usable_process(self) -> OffloadProcess | None:
         process = self._process
@@ -164,7 +162,6 @@ class Store:
                 if self._process is not None:
                     self._process.end()
                 self._process = OffloadProcess(self._config.mooncake, self.memory)
-                self._started += 1
             if settings := self._process.call("open", seconds=OPEN_SECONDS):
                 given = [f"{name}={value}" for name, value in settings.items() if value]
                 log.info("Mooncake: %s", " ".join(given))

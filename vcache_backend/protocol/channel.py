@@ -17,7 +17,7 @@ import msgspec
 
 from vcache_backend import threads
 from vcache_backend.backoff import Backoff
-from vcache_backend.config import ClientConfig, whole
+from vcache_backend.config import ClientConfig
 from vcache_backend.errors import (
     ProtocolError,
     Refused,
@@ -96,10 +96,7 @@ class Channel:
         away. A server that was stopped removed its socket, and is not replaced."""
         self.on_return: list[Callable[[], None]] = []
         """Called after each reconnection, to register the client's state again. Runs in the
-        background thread; hooks may make calls. Their errors are logged; after an error that is no
-        VCacheError the hook is called again with the next heartbeat."""
-        self._unregistered: list[Callable[[], None]] = []
-        """Hooks of `on_return` that are to be called again."""
+        background thread; hooks may make calls. Their errors are logged."""
         self.on_beat: list[Callable[[], None]] = []
         """Called every `heartbeat_seconds`, like `on_return`."""
         self.on_reply: Callable[[m.Reply], None] = lambda reply: None
@@ -108,14 +105,13 @@ class Channel:
         """Since when a killed server has been away; infinite if no server was killed."""
         self._start_after = 0.0
         self._wake = threading.Event()
-        self._soon = False
         self._stop = threading.Event()
         self.epoch = 0
         self.connections_lost = 0
         self._try_connect()
         self._keeper: threading.Thread | None = None
         if reconnect:
-            self._pauses = Backoff(config.retry_seconds, config.longest_pause)
+            self._pauses = Backoff(config.retry_seconds, 20 * config.retry_seconds)
             self._keeper = threads.start(self._keep, "vcache-client")
 
     def __enter__(self) -> Self:
@@ -300,20 +296,13 @@ class Channel:
             killed = isinstance(error, ConnectionRefusedError) and self._path.is_socket()
             self._killed_at = min(self._killed_at, time.monotonic()) if killed else math.inf
             return False
-        self._killed_at = math.inf
-        try:
-            self._link = link
-            self._greet(welcome)
-        except Exception as error:
-            # Without its hooks this client's state is not registered: connect anew.
-            with self._lock:
-                self._drop(link, f"an error after the connection ({error!r})")
-            raise
+        self._killed_at, self._link = math.inf, link
+        self._greet(welcome)
         return True
 
     def _no_connection(self, error: Exception) -> str:
         """Why the client is not connected, and what to do about it, as far as known."""
-        at = whole(self._path)
+        at = self._path
         match error:
             case ConnectionRefusedError() if not self._path.is_socket():
                 return f"{at} is not a socket; set server.socket to that of a metadata server"
@@ -341,7 +330,7 @@ class Channel:
         restarted = self.epoch not in (0, welcome.epoch)
         self.epoch = welcome.epoch
         late, self._late, now = self._late, "", time.monotonic()
-        self._unregistered = _call_all(self.on_return, "after a reconnection")
+        _call_all(self.on_return, "after a reconnection")
         if restarted or self._complained:
             log.warning("vcache: connected to the metadata server at %s again", self._path)
         elif late and now >= self._late_at + 60:
@@ -367,11 +356,7 @@ class Channel:
             self._pauses.reset()
             self._wake.wait(self._config.heartbeat_seconds)
             self._wake.clear()
-            if self._soon:
-                self._soon = False
-                self._stop.wait(0.05)  # so that the heartbeat delays no request under way
             if self.connected and not self._stop.is_set():
-                self._unregistered = _call_all(self._unregistered, "after a reconnection")
                 _call_all(self.on_beat, "heartbeat")
             return self._stop.is_set()
         if not (self._late or self._complained or self._stop.is_set()):
@@ -386,11 +371,6 @@ class Channel:
             self._late = ""
             self._start_again()
         return False
-
-    def _beat_soon(self) -> None:
-        """Have the thread send the next heartbeat now."""
-        self._soon = True
-        self._wake.set()
 
     def _start_again(self) -> None:
         """Call `on_killed` if the server was killed and has stayed away for `KILLED_SECONDS`."""
@@ -446,14 +426,10 @@ def _named(request: m.Request) -> str:
     return type(request).__name__ + (f"({len(keys)} keys)" if keys is not None else "")
 
 
-def _call_all(hooks: list[Callable[[], None]], when: str) -> list[Callable[[], None]]:
-    """Call all hooks. Returns those that raised something else than a VCacheError."""
-    raised = list(hooks)
+def _call_all(hooks: list[Callable[[], None]], when: str) -> None:
     for hook in list(hooks):
         with threads.survives(when):
             try:
                 hook()
             except VCacheError as error:
                 log.warning("%s: %s", when, error)
-            raised.remove(hook)
-    return raised

@@ -53,8 +53,6 @@ class Client(Channel):
         self._telling = threading.Lock()
         self._parts = True
         """Whether a look-up of too many hashes goes on behind what was found."""
-        self._idle = True
-        """Whether the last `ListSegments` had no counts to send."""
         token = secrets.randbits(63)
         hello = m.Hello(m.PROTOCOL_VERSION, device, medium, layout or {}, token, name)
         super().__init__(path, config, hello, reconnect)
@@ -145,7 +143,6 @@ class Client(Channel):
         with self._telling:
             counts = self._untold
             self._untold = Counter()
-            self._idle = not counts.total()
         most = {name: min(count, m.MAX_TOKENS) for name, count in counts.items()}
         try:
             request = m.ListSegments(**most, reads=self.reads(), unmappable=list(self.unmappable))
@@ -156,11 +153,9 @@ class Client(Channel):
 
     def count(self, asked: int = 0, found: int = 0, **counts: int) -> None:
         """Count look-ups, waits and loads for the server's statistics: see `ListSegments`. The next
-        heartbeat sends the counts, to this server or the next; the first counts of an idle client
-        at once. If the heartbeat's answer is late, the counts are sent twice."""
+        heartbeat sends the counts, to this server or the next. If the heartbeat's answer is late,
+        the counts are sent twice."""
         with self._telling:
-            if asked and self._idle and not self._untold.total():
-                self._beat_soon()
             self._untold.update(counts, asked=asked, found=found)
 
     def stats(self) -> m.ServerStats:

@@ -60,3 +60,20 @@ def mapped(fd: int, owner: bytes, count: int, seals: int = SEALS) -> mmap.mmap:
         wanted = f"{count:,} of {owner.hex()}, {MAGIC!r} {VERSION}"
         raise SegmentError(f"generation table: it has {found}; expected are {wanted}")
     return memory
+
+
+class ForeignTable:
+    """Another process's table, mapped for reading as long as this object lives. Any thread.
+
+    words: the counters."""
+
+    def __init__(self, fd: int, owner: bytes, count: int, seals: int = SEALS) -> None:
+        """Map the table behind the caller's `fd`. Raises SegmentError: see `mapped`."""
+        memory = memoryview(mapped(fd, owner, count, seals))
+        self.words = memory[mmap.PAGESIZE :][: 8 * count].cast("Q")
+        self._dead = memory[DEAD_AT:][:4].cast("I")
+
+    @property
+    def dead(self) -> bool:
+        """Whether the owner gave the table up. A killed owner leaves its table alive."""
+        return bool(self._dead[0])

@@ -98,41 +98,21 @@ def write_model(folder: Path, model: dict[str, Any], weights: bool = True, seed:
 
 
 def _write_weights(path: Path, model: dict[str, Any], seed: int) -> None:
-    """Random weights, scaled so that attention matters and the output depends on
-    every token.
-    """
+    """Random weights, scaled so that attention matters and the output depends on every token."""
     import torch
     from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    random = torch.Generator().manual_seed(seed)
-    hidden, inner, head = model["hidden_size"], model["intermediate_size"], model["head_dim"]
-    heads, kv_heads = head * model["num_attention_heads"], head * model["num_key_value_heads"]
-
-    def matrix(rows: int, columns: int, gain: float) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=random) * gain / math.sqrt(columns)).to(
-            torch.bfloat16
-        )
-
-    ones = torch.ones(hidden, dtype=torch.bfloat16)
-    shapes = {
-        "self_attn.q_proj": (heads, hidden, 1.6),
-        "self_attn.k_proj": (kv_heads, hidden, 1.6),
-        "self_attn.v_proj": (kv_heads, hidden, 4.0),
-        "self_attn.o_proj": (hidden, heads, 4.0),
-        "mlp.gate_proj": (inner, hidden, 1.0),
-        "mlp.up_proj": (inner, hidden, 1.0),
-        "mlp.down_proj": (hidden, inner, 1.0),
-    }
-    weights = {
-        "model.embed_tokens.weight": matrix(model["vocab_size"], hidden, math.sqrt(hidden)),
-        "model.norm.weight": ones.clone(),
-        "lm_head.weight": matrix(model["vocab_size"], hidden, 3.0),
-    }
-    for layer in range(model["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}."
-        weights |= {
-            f"{prefix}{name}.weight": ones.clone()
-            for name in ("input_layernorm", "post_attention_layernorm")
-        }
-        weights |= {f"{prefix}{name}.weight": matrix(*shape) for name, shape in shapes.items()}
+    random, weights = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
+    gains = {"q_proj": 1.6, "k_proj": 1.6, "v_proj": 4.0, "o_proj": 4.0, "lm_head": 3.0}
+    gains["embed_tokens"] = math.sqrt(model["hidden_size"])
+    build: Any = AutoModelForCausalLM.from_config
+    with torch.device("meta"):
+        shapes = build(AutoConfig.for_model(**model))
+    for name, parameter in shapes.named_parameters():
+        made = torch.ones(parameter.shape)
+        if made.dim() > 1:
+            gain = gains.get(name.split(".")[-2], 1.0)
+            made.normal_(std=gain / math.sqrt(made.shape[1]), generator=random)
+        weights[name] = made.to(torch.bfloat16)
     save_file(weights, str(path))

@@ -132,7 +132,7 @@ class Tables:
         pidfds when it got them from their processes."""
         joined, (table, *pidfds) = self._client.open_instance(instance)
         try:
-            self._views[instance] = GenerationView.open(table, instance, joined.blocks), pidfds
+            self._views[instance] = GenerationView(table, instance, joined.blocks), pidfds
         except BaseException:
             sockets.close_fds(pidfds)
             raise

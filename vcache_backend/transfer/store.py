@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vcache_backend.errors import ServerUnavailable, VCacheError
 from vcache_backend.protocol.messages import ChunkKey, Location, Refusal, Reserved
@@ -37,8 +37,6 @@ class PendingStore:
     """Earlier chunks."""
     completion: Completion
     nbytes: int
-    keepalive: Any
-    """The slots' views, whose mapping must live until the copy is complete."""
     holds: Callable[[], bool | None] | None = None
     """Called after the copy. Returns whether the copied bytes belong to `keys`; None: ask again."""
     _right: bool | None = True
@@ -170,22 +168,21 @@ def _gather(
     slots: dict[int, Location],
     launch_by: float,
     mark: Mark | None,
-) -> tuple[Completion, int, Any] | None:
+) -> tuple[Completion, int] | None:
     """Copy chunks into their slots, unless it is later than `launch_by` (time.monotonic). Returns
-    the copy, its bytes, and objects that must live until the copy is complete."""
+    the copy and its bytes."""
     stats, count, nbytes = session.stats, len(slots), places.kv.chunk_bytes(session.chunk_size)
-    views = session.pool.slots(list(slots.values()))
-    fits = len(views) == count and all(view.nbytes >= nbytes for view in views)
-    whole = fits and all(map(places.holds, slots))
+    found = session.pool.slots(list(slots.values()), nbytes)
+    whole = len(found) == count and all(map(places.holds, slots))
     if not whole or time.monotonic() > launch_by:
         stats.count(**{"not_stored_late" if whole else "not_stored_no_slot": count})
         return None
     with stats.timed("plan"):
-        rows = places.store_rows(list(slots), [view.address for view in views])
-    local = all(view.local for view in views)
-    host = any(view.whole.device.type == "cpu" for view in views)
-    job = CopyJob(places.kv, *rows, keep=views, local=local, host=host, to_origin=True)
-    return session.copier.copy(job, mark), nbytes * count, views
+        rows = places.store_rows(list(slots), [address for _, address in found])
+    local = all(segment.local for segment, _ in found)
+    host = any(segment.whole.device.type == "cpu" for segment, _ in found)
+    job = CopyJob(places.kv, *rows, keep=found, local=local, host=host, to_origin=True)
+    return session.copier.copy(job, mark), nbytes * count
 
 
 def _note_refusals(stats: EngineStats, reserved: Reserved, epoch: int) -> None:

@@ -253,13 +253,9 @@ class Driver:
 
     def register(self, address: int, nbytes: int) -> None:
         """Lock whole pages of host memory that are mapped here, and let all GPUs of this process
-        read and write them."""
+        read and write them, at the same addresses: so it is on x86-64 Linux."""
         portable, devicemap = 0x01, 0x02  # CU_MEMHOSTREGISTER_…
         self.call("cuMemHostRegister", address, nbytes, portable | devicemap)
-
-    def on_device(self, address: int) -> int:
-        """The address at which the current context's GPU has registered memory."""
-        return int(self.call("cuMemHostGetDevicePointer", address, 0))
 
     def unregister(self, address: int) -> None:
         self.attempt("cuMemHostUnregister", address)

@@ -29,7 +29,15 @@ import numpy.typing as npt
 
 from vcache_backend.errors import SegmentError, raising_as
 from vcache_backend.protocol import generation_table
-from vcache_backend.protocol.generation_table import DEAD_AT, HEADER, SEALS, SLOTS, header, owner_of
+from vcache_backend.protocol.generation_table import (
+    DEAD_AT,
+    HEADER,
+    SEALS,
+    SLOTS,
+    ForeignTable,
+    header,
+    owner_of,
+)
 from vcache_backend.protocol.messages import GENERATION_BYTES, NUMBER_BYTES
 from vcache_backend.seals import RESIZING, sealed
 
@@ -132,34 +140,22 @@ class Generations:
             self._memory.close()
 
 
-class GenerationView:
+class GenerationView(ForeignTable):
     """Another instance's table, mapped as long as this object lives. Any thread."""
 
-    def __init__(self, memory: mmap.mmap, blocks: int) -> None:
-        self.blocks = blocks
-        self.counters: UInt64s = np.frombuffer(
-            memory, dtype="<u8", offset=mmap.PAGESIZE, count=blocks
-        )
-        self._dead = memoryview(memory)[DEAD_AT : DEAD_AT + 4].cast("I")
-
-    @classmethod
-    def open(cls, fd: int, owner: bytes, blocks: int, seals: int = SEALS) -> GenerationView:
-        """Map the table behind the caller's `fd`. Raises SegmentError: see
-        `generation_table.mapped`."""
+    def __init__(self, fd: int, owner: bytes, blocks: int, seals: int = SEALS) -> None:
+        """See `ForeignTable`."""
         _check_machine()
-        return cls(generation_table.mapped(fd, owner, blocks, seals), blocks)
+        super().__init__(fd, owner, blocks, seals)
+        self.blocks = blocks
+        self.counters: UInt64s = np.frombuffer(self.words, dtype="<u8")
 
     @classmethod
     def of_segment(cls, fd: int, segment: str) -> GenerationView:
         """Map the table of a segment's slots (`metadata_server.slots`) behind the caller's
         `fd`, which must come from the server: others of the server's user can write the table.
         Raises SegmentError unless it is this segment's."""
-        return cls.open(fd, owner_of(segment), SLOTS, RESIZING)
-
-    @property
-    def dead(self) -> bool:
-        """Whether the owner gave the table up. A killed owner leaves its table alive."""
-        return bool(self._dead[0])
+        return cls(fd, owner_of(segment), SLOTS, RESIZING)
 
     def leading(self, blocks: bytes, generations: bytes) -> int:
         """Count the leading blocks that still have the numbers in `generations`. Both arguments are

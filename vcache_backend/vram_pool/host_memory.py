@@ -100,11 +100,11 @@ def _lock(held: npt.NDArray[np.uint8], ordinal: int, step: int) -> None:
             address, size = held.ctypes.data + at, min(step, len(held) - at)
             # Allocate first, so that the driver holds its own lock only while it locks the pages.
             _populate_large(address, size)
-            _register(driver, ordinal, address, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
+            _register(driver, address, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
             used.callback(driver.unregister, address)
 
 
-def _register(driver: Driver, ordinal: int, address: int, nbytes: int) -> None:
+def _register(driver: Driver, address: int, nbytes: int) -> None:
     try:
         driver.register(address, nbytes)
     except DriverError as error:
@@ -115,11 +115,6 @@ def _register(driver: Driver, ordinal: int, address: int, nbytes: int) -> None:
         raise SegmentError(
             f"the driver cannot lock {nbytes:,} B of host memory: {error}; {advice}"
         ) from error
-    with ExitStack() as undo:
-        undo.callback(driver.unregister, address)
-        if driver.on_device(address) != address:
-            raise SegmentError(f"GPU {ordinal} has host memory elsewhere; set pool.device: auto")
-        undo.pop_all()
 
 
 def _wait_for_room(nbytes: int, patience: float = 20.0) -> None:

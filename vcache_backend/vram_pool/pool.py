@@ -27,7 +27,7 @@ from vcache_backend.vram_pool.copies.geometry import Int64s
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.generations import GenerationView
 from vcache_backend.vram_pool.memory_budget import Shortfall
-from vcache_backend.vram_pool.regions import OwnedSegment, SlotView
+from vcache_backend.vram_pool.regions import OwnedSegment
 
 log = logging.getLogger(__name__)
 
@@ -121,22 +121,16 @@ class Pool:
         found = self._mapped.get(id_)
         return found if found is not None or self._pinned else self._map_unseen(id_)
 
-    def slots(self, locations: Sequence[Location]) -> list[SlotView]:
-        """Views of the leading locations that this process can write to. Maps new segments.
-
-        A view keeps the segment mapped: keep all views until the copy is over."""
-        views = list[SlotView]()
-        for location in locations:
-            id_, offset, length = location.segment, location.offset, location.length
-            if (segment := self.segment(id_)) is None:
+    def slots(self, locations: Sequence[Location], nbytes: int) -> list[tuple[PoolSegment, int]]:
+        """The segments and addresses of the leading locations to which this process can write so
+        many bytes. Maps new segments; hold them until the copy is over."""
+        found = list[tuple[PoolSegment, int]]()
+        for at in locations:
+            segment = self.segment(at.segment)
+            if segment is None or nbytes > at.length or at.offset + at.length > segment.nbytes:
                 break
-            if offset + length > segment.nbytes:
-                said = "segment %s has no bytes [%d, %d); this location is not used"
-                log.error(said, id_, offset, offset + length)
-                break
-            address = segment.whole.data_ptr() + offset
-            views.append(SlotView(address, length, segment.local, segment.whole, offset))
-        return views
+            found.append((segment, segment.whole.data_ptr() + at.offset))
+        return found
 
     def mapped(self) -> list[SegmentInfo]:
         return [segment.info for segment in list(self._mapped.values())]

@@ -15,34 +15,16 @@ import secrets
 import stat
 import weakref
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from vcache_backend.errors import SegmentError, raising_as
-from vcache_backend.protocol.messages import MAX_SEGMENT_BYTES, SegmentId, SegmentInfo
+from vcache_backend.protocol.messages import SegmentId, SegmentInfo
 from vcache_backend.vram_pool import cuda_driver, devices, host_memory
 from vcache_backend.vram_pool.cuda_driver import Driver, DriverError
 from vcache_backend.vram_pool.devices import Device
-
-
-class SlotView(NamedTuple):
-    """A slot as this process sees it, mapped for as long as the view is held."""
-
-    address: int
-    nbytes: int
-    local: bool
-    """Whether the bytes lie on the KV cache's device."""
-    whole: Tensor
-    """Contiguous 1-D uint8 around the slot."""
-    offset: int
-    """The slot's first byte in `whole`."""
-
-    @property
-    def tensor(self) -> Tensor:
-        """The bytes as contiguous 1-D uint8. Built on demand: kernels need only the address."""
-        return self.whole[self.offset : self.offset + self.nbytes]
 
 
 class OwnedSegment:
@@ -81,7 +63,6 @@ def create(device: Device, nbytes: int) -> OwnedSegment:
 
     SegmentError, with nothing left behind: impossible size, no memory or fds, no driver."""
     id = SegmentId(secrets.token_hex(6))
-    _check_size(id, nbytes)
     with raising_as(SegmentError, f"segment of {nbytes:,} B on {device}", OSError):
         if device.medium == "cuda":
             fd, nbytes = _allocate_on_gpu(device, nbytes)
@@ -99,7 +80,6 @@ def map_segment(info: SegmentInfo, fd: int, reader: Device) -> Tensor:
     a peer, so sizes and the kind of fd are checked before the kernel or the driver gets them.
     Raises SegmentError, and leaves nothing behind: other medium, no peer access, forged fd, out of
     memory."""
-    _check_size(info.id, info.nbytes)
     if info.medium != reader.medium:
         kind = f"{info.medium} memory of {info.device}"
         raise SegmentError(f"segment {info.id} is {kind}: {reader.name} cannot map that")
@@ -108,11 +88,6 @@ def map_segment(info: SegmentInfo, fd: int, reader: Device) -> Tensor:
         if info.medium == "cuda":
             return map_gpu_memory(fd, info.nbytes, info.device, reader)
         return host_memory.map_fd(fd, info.nbytes, reader.ordinal)
-
-
-def _check_size(id: SegmentId, nbytes: int) -> None:
-    if not 1 <= nbytes <= MAX_SEGMENT_BYTES:
-        raise SegmentError(f"segment {id} of {nbytes:,} B: expected 1 to {MAX_SEGMENT_BYTES:,}")
 
 
 # ---- GPU memory

@@ -31,9 +31,9 @@ MISS, MISS_IN_PLACE = {"4k": 1.01, "16k": 1.01}, {"16k": 1.003}
 MISSES = {"1k": 25, "4k": 31, "16k": 11}
 TAIL = 8
 """Tokens after the last whole chunk: fewer than a block."""
-REPEATS = {"1k": 3, "4k": 3}
-"""How often a round asks short prompts; all others once. The host takes most of their time, and its
-times vary.
+REPEATS = {"1k": 3, "4k": 3, "16k": 3}
+"""How often a round asks prompts of these lengths; all others once. The host takes most of a hit's
+time, and its times vary.
 """
 
 SHORT, SHORT_REQUESTS, AT_ONCE, SLICES = 600, 3000, 128, 10

@@ -23,14 +23,10 @@ from . import groups
 
 
 def tells_of_sleep() -> bool:
-    """Whether vLLM tells the connector before it takes the KV cache's memory away: from 0.33 on."""
+    """Whether vLLM tells the connector before it takes the KV cache's memory away, and its
+    OffloadingConnector waits for its stores before another connector fills their blocks: from 0.33
+    on."""
     return hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")
-
-
-def offloads_beside() -> bool:
-    """Whether vLLM's OffloadingConnector waits for its stores before another connector fills their
-    blocks: from 0.33 on."""
-    return tells_of_sleep()
 
 
 def caps_hits_of_experts() -> bool:

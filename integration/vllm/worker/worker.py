@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -28,8 +29,7 @@ from ..model import spec as model_spec
 from ..model.sharing import plan
 from ..telemetry import traces
 from ..telemetry.stats import Meter
-from .exporter import Exporter
-from .in_place import InPlace
+from .in_place import Exporter, InPlace
 from .loads import Ends, Loads
 from .stores import Attached, Stores
 
@@ -220,6 +220,13 @@ class VCacheWorker:
             self._meter.add_session(self._worker.session.stats)
 
     # ---- sleep, and the end
+
+    def give_up(self) -> None:
+        """This half is out of use: no copy of ours may be writing into blocks that vLLM fills
+        itself from now on, or reading blocks that it overwrites. Never raises."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            with suppress(Exception):  # the device is lost, and with it the engine
+                torch.cuda.synchronize()
 
     def sleep(self) -> None:
         """End all reads and writes of the KV cache, within `CLOSE_SECONDS`: vLLM takes the memory

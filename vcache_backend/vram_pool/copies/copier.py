@@ -71,6 +71,7 @@ class CopyJob(NamedTuple):
 class Copier(ABC):
     """Moves bytes into and out of one KV cache. One worker uses it, in any thread."""
 
+    @abstractmethod
     def copy(self, job: CopyJob, after: Mark | None = None) -> Completion:
         """Copy the pages. Work queued before this call sees the bytes before the copy, work queued
         afterwards the bytes after it.
@@ -79,15 +80,10 @@ class Copier(ABC):
         on beside the copy. The caller must let no other work touch the blocks until the copy is
         over, or queue a `fence`.
 
-        Raises LayoutError, and moves nothing, if the device does not match, or if a row names a
-        block or an origin that does not exist. After a VCacheError no part of the copy runs. After
-        another error (torch's RuntimeError, a Triton error) the copy may be running, and the memory
-        must not be used again."""
-        _check(job)
-        return self._run(job, after)
-
-    @abstractmethod
-    def _run(self, job: CopyJob, after: Mark | None) -> Completion: ...
+        Rows name blocks and origins that exist: see `geometry.placed`. Raises LayoutError, and
+        moves nothing, if the device does not match. After a VCacheError no part of the copy runs.
+        After another error (torch's RuntimeError, a Triton error) the copy may be running, and the
+        memory must not be used again."""
 
     def prepare(self, kv: PagedKV) -> None:  # noqa: B027 - optional
         """Prepare copies of `kv`, so that no request waits for compilation. Optional; before the
@@ -129,7 +125,7 @@ NOTHING = Finished(0.0)
 class HostCopier(Copier):
     """Copies in the caller's thread: for KV caches in host memory."""
 
-    def _run(self, job: CopyJob, after: Mark | None) -> Finished:
+    def copy(self, job: CopyJob, after: Mark | None = None) -> Finished:
         if job.kv.device.type != "cpu":
             raise LayoutError(
                 f"the KV cache is on {job.kv.device}, and this copier only knows host memory"
@@ -180,18 +176,3 @@ def _as_slice(numbers: Int64s) -> Int64s | slice:
     """A slice if the numbers are consecutive: numpy then copies the pages once instead of twice."""
     consecutive = bool((np.diff(numbers) == 1).all())
     return slice(int(numbers[0]), int(numbers[-1]) + 1) if consecutive else numbers
-
-
-def _check(job: CopyJob) -> None:
-    """Raise LayoutError unless every row's origin and block exist."""
-    kv, rows, origins = job.kv, job.rows, job.origins
-    planes, columns = sum(len(kind.pages) for kind in kv.kinds), 2 + len(kv.kinds)
-    if rows.shape[1:] != (columns,) or origins.shape[1:] != (planes,):
-        raise LayoutError(
-            f"rows of {columns} and origins of {planes} planes are needed; given are "
-            f"{rows.shape} and {origins.shape}"
-        )
-    for column, name, count in ((0, "origin", len(origins)), (2, "block", kv.num_blocks)):
-        low, high = int(rows[:, column].min(initial=0)), int(rows[:, column].max(initial=-1))
-        if low < 0 or high >= count:
-            raise LayoutError(f"a copy names {name}s {low} to {high}, but there are {count}")

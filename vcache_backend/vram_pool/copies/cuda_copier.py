@@ -109,14 +109,12 @@ class CudaCopier(Copier):
     def fence(self, copy: Completion) -> None:
         if isinstance(copy, CudaCompletion):
             torch.cuda.current_stream(self.device).wait_event(copy.end)
-        elif not isinstance(copy, Finished):
-            raise TypeError(f"a {type(copy).__name__} is not a copy of this copier: nothing waits")
 
     def drain(self) -> None:
         for stream in (self._out, self._into):
             _poll(stream.query, 5.0)
 
-    def _run(self, job: CopyJob, after: Mark | None) -> Completion:
+    def copy(self, job: CopyJob, after: Mark | None = None) -> Completion:
         kv, stream = job.kv, self._out if job.to_origin else self._into
         if kv.device != self.device:
             raise LayoutError(

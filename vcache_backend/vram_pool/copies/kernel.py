@@ -35,7 +35,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV, alignment, of_kinds
 from vcache_backend.vram_pool.cuda_driver import Driver
 
@@ -133,17 +132,11 @@ def launch(
     table: (rows, 3) int64, filled by `fill_table`, contiguous, on the current device; the table
     must live until the kernel has run. to_origin: copy out of the KV cache (gather), otherwise into
     the KV cache. ctas: see `thread_blocks`. block_bytes: a thread block moves at most so many bytes
-    at a time. stream: a stream's handle; None: the current stream. Raises LayoutError for a copy of
-    some 2^31 pieces or more."""
+    at a time. stream: a stream's handle; None: the current stream."""
     kv, planes = part.kv, len(part.kv.pages)
     aligned = alignment(kv.aligned, part.aligned)
     kernel = _compiled(kv.page_bytes, planes, aligned, block_bytes, to_origin, part.many, kv.device)
     pieces = part.blocks * planes * kernel.shape["PIECES"]
-    if pieces + 2 * ctas >= 1 << 31:
-        nbytes = part.blocks * planes * kv.page_bytes
-        raise LayoutError(
-            f"a copy of {nbytes:,} B in {pieces:,} pieces is too large; move fewer chunks"
-        )
     grid, own = (max(1, min(ctas, pieces)), 1, 1), table[part.first :]
     if kernel.compiled is None:  # Triton's interpreter
         copy_kernel[grid](own, part.blocks, **kernel.shape)

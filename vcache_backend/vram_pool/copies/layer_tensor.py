@@ -67,8 +67,6 @@ class LayerTensor:
                 "empty, or of a dtype vcache does not move; it moves bfloat16, float16, "
                 "float32, fp8 and uint8"
             )
-        if kv.is_meta:
-            raise self.error("it has no memory")
         names = self._named(axes) if axes is not None else self._recognised()
         block = names.index("block")
         inside = [axis for axis in range(kv.dim()) if axis != block]
