@@ -253,7 +253,8 @@ class Written(Instance):
         self.seen["refused"] += len(failed)
         report = WorkerReport(failed=set(failed))
         said = {"finished_recving": over, "kv_connector_worker_meta": report}
-        by_block = len(self.tables.specs) == 1 and self.choice.random() < 0.5
+        # As a worker does, which reports a window's load by its request (`groups.several`).
+        by_block = self.half.context.groups.plain and self.choice.random() < 0.5
         return said | ({"invalid_block_ids": invalid} if by_block else {"failed_recving": failed})
 
     def begin(self, meta: StepMetadata, turn: int) -> None:
