@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGES = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "vllm" / "prefill_decode.md"
 PICTURES = ROOT / "docs" / "figures"
 RESULTS = ROOT / "benchmarks" / "results"
 GREY, DARK, AMBER, BLUE, NAVY = "#c3c9d0", "#6e7781", "#d39a4a", "#2f7bc4", "#123f75"
@@ -123,10 +123,16 @@ RANKS = {
     "prefix, two ranks": ("ranks", "8f73c47"),
     "hot, two ranks": ("ranks", "8f73c47"),
     "chat, two ranks": ("ranks", "a2904af9"),
+    "chat, two ranks, gpt-oss": ("ranks", "6892e4c1"),
     "prefix, four ranks": ("ranks", "7cf2a5da"),
     "hot, four ranks, H100s": ("ranks", "5a3c6805"),
     "chat, four ranks": ("ranks", "f4151d0b"),
 }
+
+
+def workload_of(name: str) -> str:
+    """As rows have it."""
+    return "gpt_oss_20b_" * name.endswith("gpt-oss") + name.split(",")[0]
 
 
 def served(said: str, lines: dict[str, tuple[str, str]], arms: Any) -> str:
@@ -134,7 +140,7 @@ def served(said: str, lines: dict[str, tuple[str, str]], arms: Any) -> str:
 
     def groups(measure: str) -> Iterator[Group]:
         for name, run in lines.items():
-            workload, found = name.split(",")[0], rows(*run)
+            workload, found = workload_of(name), rows(*run)
             bars = []
             for arm, (several, colour) in arms.items():
                 cases = [f"vllm_serving_{one}_{workload}_{measure}" for one in several]
@@ -306,7 +312,7 @@ def compared(lines: dict[str, tuple[str, str]], form: str, *ends: str) -> str:
     """vcache in turn beside the best arm without vcache; above 1 vcache is better."""
     shown = []
     for name, run in lines.items():
-        start = "x4_" * ("four ranks" in name) + form.format(name.split(",")[0])
+        start = "x4_" * ("four ranks" in name) + form.format(workload_of(name))
         found = [rows(*run).get(f"{start}_{end}") for end in ends]
         cells = ["" if row is None else cell(row, row["ratio"], "{:.3f}") for row in found]
         shown.append([name, *cells, run[1]])
@@ -336,6 +342,32 @@ SIGNS = {"<=": "≤", ">=": "≥"}
 def signed(limit: str) -> str:
     sign, value = limit.split()[:2]
     return f"{SIGNS[sign]} {value}"
+
+
+APART = {
+    "8k, one": "8k_1_128",
+    "8k, 8": "8k_8_128",
+    "8k, 16": "8k_16_128",
+    "8k, 32": "8k_32_128",
+    "8k, 8, answers of 512": "8k_8_512",
+    "32k, one": "32k_1_128",
+    "32k, 8": "32k_8_128",
+}
+"""Prompts and requests in flight, and what rows call them."""
+
+
+def prefill_and_decode() -> str:
+    """Prefill apart: vcache beside NIXL."""
+    found, shown = rows("prefill-decode", "6892e4c1"), list[list[str]]()
+    for name, case in APART.items():
+        handover = found[f"pd_handover_p50_{case}"]
+        cells = [f"{handover['value']:.1f}", f"{handover['reference']:.1f}"]
+        for figure in ("handover_p50", "tpot_p50", "gap_p99", "throughput"):
+            row = found[f"pd_{figure}_{case}"]
+            cells.append(cell(row, row["ratio"], "{:.3f}"))
+        shown.append([name, *cells, str(handover["runs"])])
+    head = "prompt, in flight|handover, ms|NIXL's|÷|TPOT ÷|gap p99 ÷|requests/s ÷|runs"
+    return table(head, shown)
 
 
 def added() -> str:
@@ -434,6 +466,7 @@ def tables() -> dict[str, str]:
         "two servers": compared(TWO, "routed_{}_turn", *ends),
         "four servers": compared(FOUR, "x4_{}_turn", *ends),
         "ranks": compared(RANKS, "dp_{}", *ends[:2]),
+        "prefill and decode": prefill_and_decode(),
         "added": added(),
         "scheduler": scheduler(),
         "copies": copied(),
@@ -466,7 +499,9 @@ def filled(page: str) -> str:
     """The page with its tables."""
     for name, text in tables().items():
         mark = f"<!-- scripts/figures.py: {name} -->\n"
-        before, after = page.split(mark)
+        before, found, after = page.partition(mark)
+        if not found:
+            continue
         page = before + mark + text + re.sub(r"\A(\|.*\n)*", "", after)
     return page
 
@@ -475,7 +510,8 @@ def main() -> None:
     PICTURES.mkdir(exist_ok=True)
     for name, text in pictures().items():
         (PICTURES / name).write_text(text)
-    PAGE.write_text(filled(PAGE.read_text()))
+    for page in PAGES:
+        page.write_text(filled(page.read_text()))
 
 
 if __name__ == "__main__":

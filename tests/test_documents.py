@@ -61,8 +61,13 @@ def test_a_page_is_read_once(page: Path) -> None:
 
 def test_the_figures_are_those_of_the_result_files() -> None:
     script = runpy.run_path(str(ROOT / "scripts" / "figures.py"))
-    page, folder, how = script["PAGE"], script["PICTURES"], "run scripts/figures.py"
-    assert script["filled"](page.read_text()) == page.read_text(), how
+    pages, folder, how = script["PAGES"], script["PICTURES"], "run scripts/figures.py"
+    texts = [page.read_text() for page in pages]
+    assert list(map(script["filled"], texts)) == texts, how
+    named = [
+        one for text in texts for one in re.findall(r"<!-- scripts/figures.py: (.*) -->", text)
+    ]
+    assert sorted(named) == sorted(script["tables"]())
     assert {one.name: one.read_text() for one in folder.iterdir()} == script["pictures"](), how
     assert not [
         words for name, words in script["claims"]() if words not in (ROOT / name).read_text()

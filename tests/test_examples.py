@@ -221,15 +221,17 @@ def test_a_second_script_joins_the_first_or_says_that_the_port_is_taken(serving:
     assert len(with_port(serving)) == 2
 
 
+@NEEDS_VLLM
 @needs_mooncake
 def test_two_nodes_share_a_prompt_through_the_store_and_nothing_else(tmp_path: Path) -> None:
     """In a store of its own: a master goes on for seconds to give memory of a provider that ended."""
     (port,) = free_ports(1)
-    program = [sys.executable, str(ROOT / "examples" / "mooncake_two_nodes.py")]
+    program = str(EXAMPLE.with_name("mooncake_two_nodes.py"))
+    given = ["--master", f"127.0.0.1:{port}", "--tokens", "512"]
     with store(port, tmp_path) as store_:
         store_.expect("ready:")
-        with Child([*program, "--master", f"127.0.0.1:{port}", "--tokens", "512"]) as child:
-            status, said = child.wait(200)
+        with forking(program, given, tmp_path / "log", {}) as worker:
+            status, said = worker.answer(200), worker.log
     assert status == 0, said
     assert "node B before: 0 of 512 tokens" in said
     below, promoted = (line for line in said.splitlines() if line.startswith("node B: "))

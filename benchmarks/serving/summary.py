@@ -19,6 +19,8 @@ BESIDE = "lmcache", "inplace"
 """The systems against which both beside each other count."""
 RANKS = {"throughput": (1.3, 1.5), "ttft_p50": (2.0, 2.0)}
 """The least ratios of `dp_*` rows of two ranks, and of four."""
+WINDOWS = {"throughput": (1.2, 1.4), "ttft_p50": (1.5, 2.0)}
+"""Of models with windows."""
 
 
 class Figures:
@@ -103,7 +105,8 @@ def case(arm: str, workload: str, figure: str) -> str:
 def compared(rows: Mapping[str, Row], workload: str, four: bool) -> list[Row]:
     """In place with requests in turn, and behind each router, against the best plain vLLM of any
     policy, figure by figure; both beside each other against the better of LMCache's server and
-    vcache; and data parallel ranks with and without vcache. Above 1: vcache is ahead.
+    vcache; and data parallel ranks with and without vcache, and in place beside a pool. Above 1:
+    vcache is ahead.
 
     rows: of arms; those of another workload than ours are left out. four: of four GPUs, whose rows
     begin with x4_."""
@@ -118,9 +121,12 @@ def compared(rows: Mapping[str, Row], workload: str, four: bool) -> list[Row]:
             made += [_ratio(rows, workload, name, each, ours, plain, 1.0) for each in RATIOS]
     for ours in _arms(rows, workload, "inplace_dp"):
         if plain := _arms(rows, workload, "alone_dp", _said(rows, workload, ours)):
-            for each, least in RANKS.items():
+            for each, least in (WINDOWS if "gpt_oss" in workload else RANKS).items():
                 name = f"{begin}dp_{workload}"
                 made.append(_ratio(rows, workload, name, each, ours, plain, least[four]))
+        if pool := _arms(rows, workload, "pool_dp", _said(rows, workload, ours)):
+            name = f"{begin}dp_{workload}_pool"
+            made.append(_ratio(rows, workload, name, "throughput", ours, pool, 1.0))
     return made
 
 

@@ -54,7 +54,7 @@ class Mode:
         arguments = {"kv_transfer_config": transfer, "model": str(here.model)}
         made = Instance(here.folder, f"{name} reader", {}, arguments, make=_injecting)
         self.reader = here.undo.enter_context(made)
-        shared, other, fresh = (Prompt(new_tokens(LENGTH), max_tokens=2) for _ in range(3))
+        shared, other, fresh = (Prompt(new_tokens(LENGTH), max_tokens=count) for count in (2, 2, 1))
         more = Prompt(fresh.tokens + new_tokens(CHUNK), max_tokens=2)
         for prompt in (shared, other):
             keep(self.owner, prompt.tokens, max_tokens=2)

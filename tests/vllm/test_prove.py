@@ -37,7 +37,7 @@ def proved(_: object, settings: Settings) -> Any:
 @needs_vllm
 def test_the_installed_vllm_is_proved(tmp_path: Path) -> None:
     with Worker(home(), object, name="prove", log=tmp_path / "log") as worker:
-        proof, shown = worker.ask(proved, Settings(share="in_place", seconds=2.0), seconds=300.0)
+        proof, shown = worker.ask(proved, Settings(share="in_place", seconds=0.5), seconds=300.0)
     assert [one for one in shown if not one.ok] == []
     assert [one.of > 1 for one in shown] == [True] * 6
     assert (proof.combination.share, proof.combination.device) == ("in_place", "cpu")
