@@ -164,6 +164,15 @@ def test_a_server_may_say_anything_of_copies(watched: Watched) -> None:
     assert watched.duplicates.count <= BLOCKS // EACH
 
 
+def test_a_kept_block_is_handed_out_last_of_all_though_it_has_no_hash(watched: Watched) -> None:
+    """A decode server may still read what a prompt has behind its last whole block."""
+    blocks, _ = watched.take(1)
+    watched.publications.pool.keep(blocks[0].block_id)
+    fill_up(watched, BLOCKS - 2)
+    watched.pool.free_blocks(blocks)
+    assert watched.take(BLOCKS - 1)[0][-1] is blocks[0]
+
+
 @pytest.mark.parametrize("used", [0, 2], ids=["nothing runs", "blocks are in use"])
 @pytest.mark.parametrize("call", ["_evict", "_reset"])
 def test_blocks_are_void_before_vllm_evicts_or_resets_them(

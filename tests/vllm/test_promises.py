@@ -26,11 +26,14 @@ def coming(asking: Client, engine: Engine, request: Request) -> tuple[int, bool]
     return None if found is None else (found.chunks, found.begun)
 
 
-def test_what_a_request_computes_is_promised_until_it_is_stored_or_given_up(make: Make) -> None:
+@pytest.mark.parametrize("share", ["pool", "in_place"])
+def test_what_a_request_computes_is_promised_until_it_is_stored_or_given_up(
+    make: Make, share: str
+) -> None:
     """By its look-up, and confirmed by its first step."""
     steps = {"long_prefill_token_threshold": BLOCK, "max_num_batched_tokens": 2 * BLOCK}
     steps |= {"scheduling_policy": "priority"}
-    engine = make(share="pool", blocks=10, arguments=steps)
+    engine = make(share=share, blocks=10, arguments=steps)
     promised = partial(coming, engine.here.client(), engine)
     gone = engine.add(new_tokens(4 * CHUNK + 3), priority=1)
     eventually(lambda: promised(gone) == (4, False))
