@@ -101,9 +101,6 @@ def lmcache_server(
         "supported-transfer-mode": mode,
     }
     told = [str(part) for key, value in given.items() for part in (f"--{key}", value)]
-    if mode == "engine_driven":
-        # Otherwise KV is pickled: 10 s for a GiB.
-        told.append("--no-l1-use-lazy")
     return module("lmcache.cli.main", "server", *told, "--disable-observability")
 
 

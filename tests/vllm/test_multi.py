@@ -57,7 +57,7 @@ class Beside:
     def serve(self) -> None:
         told = f"server --host 127.0.0.1 --port {self.port} --http-port {self.http} --chunk-size {CHUNK}"
         told += f" --l1-size-gb {MEMORY_GB} --eviction-policy LRU"
-        told += " --no-l1-use-lazy --supported-transfer-mode engine_driven --disable-observability"
+        told += " --supported-transfer-mode engine_driven --disable-observability"
         log = self.here.folder / f"lmcache-{self.port}.log"
         self.server = Worker(vllm_cases.home(), object, name="lmcache", log=log)
         self.here.undo.enter_context(self.server)
