@@ -1,8 +1,9 @@
-"""PromiseSender chunks that this instance's requests compute: other instances may wait for them."""
+"""Promises chunks that this instance computes: other instances may wait for them."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from functools import partial
 from math import inf
 from time import monotonic
@@ -90,6 +91,14 @@ class PromiseSender:
         if promise.made and not kept:
             self._send(promise.number)
         promise.made = False
+
+    def withdraw_all(self, requests: Iterable[Tracked]) -> None:
+        """Withdraw the promises of these requests, and of those that have ended: after a reset
+        their last blocks, if they are not published yet, stay void."""
+        for tracked in requests:
+            self.rate.end(tracked)
+            tracked.promise.made = False
+        self._send(0)
 
     # ---- inside
 

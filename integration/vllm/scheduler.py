@@ -102,7 +102,7 @@ class VCacheScheduler:
         each = self.context.groups.blocks
         if own is not None:
             # The blocks that requests go on to compute stay void.
-            blocks.before_reset.append(self._withdraw_promises)
+            blocks.before_reset.append(lambda: self._promises.withdraw_all(self._requests.values()))
         if own is not None and self.context.loads and not self.context.by_ends:
             self.duplicates = Duplicates(blocks, self.context, own, each)
         if own is not None and config.pool.lent:
@@ -354,10 +354,6 @@ class VCacheScheduler:
                     self.waits.over(tracked, "withdrawn")
 
     # ---- inside
-
-    def _withdraw_promises(self) -> None:
-        for tracked in self._requests.values():
-            self._promises.withdraw(tracked)
 
     def _ask_for_waiting(self) -> None:
         """Ask for what requests wait for, shortly before vLLM schedules: by then the answers have

@@ -106,9 +106,9 @@ def forget(*instances: Instance) -> None:
         eventually(lambda one=one: (one.step(1), one.ask("forget"))[1])
 
 
-def computed(instance: Instance, tokens: list[int], **more: Any) -> Answer:
+def computed(instance: Instance, tokens: list[int]) -> Answer:
     """An answer that the others can use."""
-    answer = instance.one(tokens, **more)
+    answer = instance.one(tokens)
     assert instance.ask("told")
     return answer
 
@@ -176,8 +176,7 @@ def test_whoever_does_not_answer_or_raises_leaves_the_other(beside: Beside, quic
     with meddled(a, f"{THEIRS}.get_num_new_matched_tokens", "raise", times=1):
         found.append(a.one(three))
     forget(a)
-    # Loads nothing, and waits for nobody: the prompt's promise by `a` may still be out.
-    computed(quick.a, three, params={"vcache": {"load": False}})
+    computed(quick.a, three)
     forget(quick.a)
     with meddled(b, f"{vllm_cases.OURS}.lookups:Lookups.find", "raise", times=1):
         found.append(b.one(three))

@@ -86,6 +86,9 @@ class Promises:
     def begin(self, client: Peer, request: m.Promise, lacking: Sequence[m.ChunkKey]) -> int:
         """Replace the promise of this number by the chunks `lacking`, which the request computes or
         will compute. Takes chunks over from other promises. Returns how many are promised."""
+        if not request.number:
+            self.drop_client(client)
+            return 0
         promised = self._of.get(client.id, {}).get(request.number)
         if promised is not None and not lacking:
             self._drop([promised])

@@ -550,7 +550,7 @@ class Find(Request, frozen=True, tag="find"):
 class Promise(Request, frozen=True, tag="promise"):
     """A request has begun to compute these chunks (keys of rank 0), or will compute them after the
     chunks that it loads now (`begun` false) → `Promised`. Replaces the earlier promise of the same
-    number. No keys: the request computes no more, or has ended.
+    number. No keys: the request computes no more, or has ended. Number 0, no keys: so have all.
 
     The server leaves out chunks that `instance` has published already, or that are in the pool for
     all `ranks` ranks. `instance`: the client's instance; b"" if it shares nothing in place.
