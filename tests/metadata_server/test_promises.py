@@ -141,6 +141,12 @@ def test_a_promise_ends_when_withdrawn_or_replaced_or_its_client_is_gone(stage: 
     assert chunks(reader, 6) == (0, 0)
     assert chunks(owner, 6) == (0, 1)
     reader.promise(m.Promise(1, []))
+    # All of the client's, and nobody else's.
+    owner.promise(m.Promise(4, keys(3)))
+    reader.promise(m.Promise(0, []))
+    assert chunks(reader, 6) == (0, 3)
+    owner.promise(m.Promise(0, []))
+    assert chunks(reader, 6) == (0, 0)
     owner.promise(m.Promise(4, keys(3)))
     owner.close()
     eventually(lambda: chunks(reader, 6) == (0, 0))

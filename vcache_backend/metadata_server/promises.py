@@ -86,7 +86,7 @@ class Promises:
     def begin(self, client: Peer, request: m.Promise, lacking: Sequence[m.ChunkKey]) -> int:
         """Replace the promise of this number by the chunks `lacking`, which the request computes or
         will compute. Takes chunks over from other promises. Returns how many are promised."""
-        if not request.number:
+        if not (request.number or request.keys):
             self.drop_client(client)
             return 0
         promised = self._of.get(client.id, {}).get(request.number)
