@@ -87,7 +87,7 @@ def _timed(model: str) -> Part:
         prompts = Prompts(*KINDS[kind].of(run.fleet.scale).units, run.prompts.seed)
         return latency.first_token(run._replace(prompts=prompts), kind)
 
-    return Part(_trio(kind), timed, ("inplace",), apart="graphs")
+    return Part(_trio(kind), timed, ("inplace",), KINDS[kind].ranks == 1, "graphs")
 
 
 def _trio(kind: str = "") -> tuple[str, ...]:
@@ -118,6 +118,8 @@ PARTS: dict[str, Part] = {
     "tp2": _few("tp2", "tp2", cpu=False),
     "decode": Part(tuple(ARMS.values()), scheduling.decode_steps, ("inplace",), apart="decode"),
     "short": Part(("busy_alone", "busy_a"), latency.short_tax, OURS, apart="short"),
+    "tp2_gpt_oss": _few("tp2_gpt_oss_graphs", "graphs", ("inplace",), cpu=False),
+    "ttft_tp2_gpt_oss": _timed("tp2_gpt_oss"),
 }
 """In the order in which they run. A part's number is the seed of its prompts."""
 

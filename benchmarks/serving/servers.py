@@ -50,6 +50,10 @@ class Servers:
         self._share, self._lmcache = SYSTEMS[name].share, bool(SYSTEMS[name].lmcache)
         kv_bytes = sizes.kv_bytes if self._share == "pool" else sizes.all_kv_bytes
         self.label = f"{SYSTEMS[name].label}, {kv_bytes / GIB:.3g} GiB of KV cache a GPU"
+        self.apart = SYSTEMS[name].apart
+        self.prefills = sizes.prefills if self.apart else 0
+        if self.prefills:
+            self.label += f", {self.prefills} + {len(gpus) - self.prefills} servers"
         self._servers, self._theirs = list[Program](), list[Program]()
         self.ports = free_ports(1 if SYSTEMS[name].ranks else len(gpus))
         self._started = time.monotonic()

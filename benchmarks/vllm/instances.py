@@ -161,6 +161,7 @@ KINDS = {
     "gpt_oss": _several("gpt_oss"),
     "gemma3_graphs": _several("gemma3", graphs=True),
     "gpt_oss_graphs": _several("gpt_oss", graphs=True),
+    "tp2_gpt_oss_graphs": _several("gpt_oss", graphs=True, ranks=2),
     # As large as gpt-oss 20B but for its words, without quantization.
     "gpt_oss_20b": Kind(model=_gpt_oss_20b(), tiny=SHAPES["tiny_gpt_oss"], several=True),
     # Its convolutions look back at two tokens: the last token depends on the loaded state.
