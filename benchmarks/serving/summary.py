@@ -115,7 +115,7 @@ def compared(rows: Mapping[str, Row], workload: str, four: bool) -> list[Row]:
         if plain := _arms(rows, workload, "alone", _said(rows, workload, ours)):
             name = f"{begin}{workload}_{ours.removeprefix('inplace_')}"
             made += [_ratio(rows, workload, name, each, ours, plain, 1.0) for each in RATIOS]
-    for ours in _arms(rows, workload, "both"):
+    for ours in _arms(rows, workload, r"both(?:_pool)?"):
         said, name = _said(rows, workload, ours), f"mp_{ours.removesuffix('_turn')}_{workload}"
         if plain := [arm for one in BESIDE for arm in _arms(rows, workload, one, said)]:
             made += [_ratio(rows, workload, name, each, ours, plain, 1.0) for each in RATIOS]

@@ -85,6 +85,9 @@ SYSTEMS = {
     "both": System(
         label="vcache in place beside LMCache's server", share="in_place", lmcache="engine_driven"
     ),
+    "both_pool": System(
+        label="vcache, a pool, beside LMCache's server", share="pool", lmcache="auto"
+    ),
     # Who keeps in host memory what KV caches in place lose: our pool, or a connector of vLLM's.
     "inplace_host": System(label="vcache in place, a host pool", share="in_place", host=True),
     "both_offloading": System(
