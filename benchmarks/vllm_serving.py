@@ -47,7 +47,7 @@ from .serving.summary import Figures, apart, compared, rows_of
 from .serving.systems import MODEL, SIZES, SYSTEMS, Sizes
 from .serving.trace import conversations
 from .serving.workloads import FIRST, Plan, Request, Workload
-from .vllm.instances import KINDS, joined
+from .vllm.instances import GIB, KINDS, joined
 
 WORKLOADS = {
     "prefix": workloads.prefix_repetition,
@@ -219,6 +219,7 @@ def _sizes(options: argparse.Namespace) -> Sizes:
         plan=msgspec.structs.replace(sizes.plan, vocabulary=scale.vocabulary, **given),
         kv_bytes=int(sizes.kv_bytes * each),
         pool_bytes=int(sizes.pool_bytes * each),
+        host_bytes=int(options.host_gib * GIB) or sizes.host_bytes,
         instances=len(options.gpus),
         prefills=options.prefills or len(options.gpus) // 2,
     )
@@ -242,6 +243,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     option("--gpus", type=_numbers, default="0,1", help="one for each server")
     option("--prefills", type=int, help="servers that compute prompts apart (default: half)")
     option("--memory", type=float, default=1.0, help="of the scale's KV caches")
+    option("--host-gib", type=float, default=0, help="of host memory, for those that keep KV there")
     option("--runs", type=_numbers, default="0", help="numbers of runs, each with other prompts")
     load = made.add_argument_group("workloads, see `serving.workloads.Plan`; default: the scale's")
     for name in PLANNED:

@@ -22,7 +22,7 @@ MODEL = "model"
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """scale: the model, and what an instance may take on. kv_bytes: vLLM's KV cache of an instance
     beside a pool; pool_bytes: what it lends to the pool. Without a pool an instance has the sum of
-    both. host_bytes: of LMCache's server. seqs: requests that an instance runs at a time.
+    both. host_bytes: what a system keeps in host memory. seqs: requests that an instance runs at a time.
     instances: servers, or data parallel ranks of one. prefills: how many of the servers of a system
     with `apart` compute prompts."""
 
