@@ -22,9 +22,9 @@ MODEL = "model"
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """scale: the model, and what an instance may take on. kv_bytes: vLLM's KV cache of an instance
     beside a pool; pool_bytes: what it lends to the pool. Without a pool an instance has the sum of
-    both. host_bytes: what a system keeps in host memory. seqs: requests that an instance runs at a time.
-    instances: servers, or data parallel ranks of one. prefills: how many of the servers of a system
-    with `apart` compute prompts."""
+    both. host_bytes: what a system keeps in host memory. seqs: requests that an instance runs at a
+    time. instances: servers, or data parallel ranks of one. prefills: how many of the servers of a
+    system with `apart` compute prompts."""
 
     scale: Scale
     kv_bytes: int
@@ -186,7 +186,7 @@ def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any]
     more = {"connector.share": share}
     lends = sizes.pool_bytes if share == "pool" else 0
     if system.host:
-        more["pool.device"], lends = "host", sizes.host_bytes
+        more["pool.device"], lends = "host", sizes.host_bytes // sizes.instances
     elif share == "pool" and sizes.scale.cpu:
         more["pool.device"] = f"host:{side['index']}"
     more |= dict(side.get("more", {}))
