@@ -105,7 +105,10 @@ def equal(run: Run, hits: Sequence[Hit], kind: str = "") -> list[Row]:
         if how:
             wrong[hit.kind] += 1
             repeats = said(expected) == said(reference(pair.alone, fleet, hit))
+            # A's own hit reads the KV that B has copied.
+            copied = said(got) == said(ask(pair.a, hit.then, fleet.scale.answer))
             more = "" if repeats else "; the reference does not repeat itself"
+            more += f"; A's own hit {'is equal' if copied else 'differs, too'}"
             print(f"  {hit.kind}: {how}{more}", flush=True)
     lengths = [len(hit.then) for hit in hits[: len(good)]] or [0]
     what = (
