@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from vcache_backend.prove.prompts import Prompts
+from vcache_backend.prove.prompts import ANY, Prompts
 
 from .options import Measurement, names_of, parser
 from .results import Row
@@ -64,7 +64,10 @@ def _few(kind: str, apart: str, ways: tuple[str, ...] = OURS, cpu: bool = True) 
         scale, in_place = KINDS[kind].of(run.fleet.scale), run.fleet.in_place
         prompts = Prompts(*scale.units, run.prompts.seed, KINDS[kind].tail)
         run = run._replace(prompts=prompts)
-        if in_place:
+        if KINDS[kind].few:
+            hits = prompts.hits(dict.fromkeys(scale.few, 2), 2)
+            hits = [hit._replace(cached=ANY) for hit in hits]
+        elif in_place:
             # Blocks of states are long.
             hits = prompts.ends([*scale.few[1:], 2 * scale.few[-1]])
         else:
