@@ -17,7 +17,7 @@
 #   tables   in place, hits that end as vLLM's own do, bit for bit, with flipped bytes: Gemma 3, gpt-oss, LFM 2, Granite 4, Qwen3-Next   6 minutes on one GPU
 #            TABLES=gdn: Qwen3-Next alone, 2 minutes; TABLES=v4: DeepSeek V4, which wants the parts tile and cutlass
 #   groups   in place: async_ttft of the shapes of gpt-oss and Gemma 3, with CUDA graphs            7 minutes; nothing beside it
-#            TIMED=ttft,ttft_gpt_oss: of Llama's and gpt-oss's
+#            TIMED=ttft,ttft_gpt_oss: of Llama's and gpt-oss's; on four GPUs, tensor parallel 2: TIMED=tp2_gpt_oss,ttft_tp2_gpt_oss
 #   models   through a pool: Gemma 3, gpt-oss, LFM 2; fp8, MLA, n-gram, tensor parallel 2, the first three in place, too   7 minutes
 #   which    how each text generation model of vLLM's registry is cached (docs/vllm/models.md); beside anything   6 minutes
 #   copies   copies, engine, metadata server                                                        2 minutes
@@ -28,11 +28,12 @@
 #   pd       prefill and decode apart, vcache beside NIXL and beside two servers that do both: ARMS=..., FLIGHTS="1 8 16 32", TOKENS="8 32" in
 #            thousands, ANSWER=128 or 512, REPEATS=6 for shared prefixes, REQUESTS=40   4 minutes an arm with two flights and 8k; nothing beside it
 #            on one GPU: GPUS=0,0 MORE="--memory 0.6"; up to four arms in turn: MORE="--together --memory 0.22"
+#            on four GPUs, of which three compute prompts: GPUS=0,1,2,3 MORE="--prefills 3"
 #   soak     whole vLLMs paused, stopped and killed, with controls: LEVELS="death death_pool"   7 minutes; without a GPU: LEVELS="planned hits"
 #
 # `serving`, `routed` and `ranks` keep their rows for the next call on the same machine: two calls may measure one system each
-# (ARMS=alone:turn,alone:cache_aware16, then ARMS=inplace:turn,inplace:cache_aware16), and the second one compares. The router's wheel is
-# unpacked like the other parts.
+# (ARMS=alone:turn,alone:cache_aware16, then ARMS=inplace:turn,inplace:cache_aware16), and the second one compares. NAME: of the file
+# with the rows. The router's wheel is unpacked like the other parts.
 #
 # A server answers after 30 to 60 s on H100s, 55 and 67 s for four data parallel ranks; on H200s after 65 to 95 s. A machine starts, with what
 # is unpacked, in 50 s; a failed start costs 180 s.
@@ -137,7 +138,7 @@ ttft() {
 pool=(--integration vllm --pool-gib 8) in_place=(--integration inplace)
 
 tests() {
-  timeout $((until - SECONDS)) "$python" -m pytest -q -m gpu -n 6 --dist loadfile -p no:cacheprovider -p no:benchmark tests > "$out/tests.txt" 2>&1
+  timeout $((until - SECONDS)) "$python" -m pytest -q -m gpu -n "${TEST_PROCESSES:-6}" --dist loadfile -p no:cacheprovider -p no:benchmark tests > "$out/tests.txt" 2>&1
   echo "== tests: rc $?"; tail -n 15 "$out/tests.txt"
 }
 prove() {
@@ -187,7 +188,7 @@ soak() {
 }
 # served NAME ARMS WORKLOADS [OPTION...]: rows of earlier calls on this machine are continued. Sizes are for 80 GiB a GPU and a short time.
 served() {
-  local name=$1 arms=$2 workloads=$3; shift 3
+  local name=${NAME:-$1} arms=$2 workloads=$3; shift 3
   mkdir -p "$stay"; [ ! -f "$stay/$name.json" ] || cp "$stay/$name.json" "$out/"
   [ -n "${TINY:-}" ] || set -- --memory 0.8 --prefixes 48 --fork-contexts 4 --chat-conversations 80 --chat-turns 6 --chat-arrivals 8 --chat-thinking 2 "$@"
   bench "$name" 500 vllm_serving --arms "$arms" --workloads "$workloads" --runs "${RUNS:-0}" --logs "$logs/$name" ${GPUS:+--gpus "$GPUS"} ${TINY:+--scale tiny} "$@" ${MORE:-}

@@ -47,7 +47,7 @@ from .serving.summary import Figures, apart, compared, rows_of
 from .serving.systems import MODEL, SIZES, SYSTEMS, Sizes
 from .serving.trace import conversations
 from .serving.workloads import FIRST, Plan, Request, Workload
-from .vllm.instances import KINDS, joined
+from .vllm.instances import GIB, KINDS, joined
 
 WORKLOADS = {
     "prefix": workloads.prefix_repetition,
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for workload in [*options.workloads, *options.once]:
         name, plan = joined(options.model, workload), _shaped(workload, sizes.plan)[1]
         made.report.add(compared(made.report.rows, name, len(options.gpus) == 4))
-        made.report.add(apart(made.report.rows, name, plan))
+        made.report.add(apart(made.report.rows, name, plan, sizes.prefills, len(options.gpus)))
     return made.end()
 
 
@@ -131,7 +131,7 @@ def _start(servers: Servers, sizes: Sizes, clock: Clock) -> None:
     """Wait for the servers, and warm them up. Raises ChildFailed for servers that do not start."""
     took = servers.wait(min(START_SECONDS, clock.left))
     print(f"{servers.name}: {len(servers.ports)} servers up after {took:.0f} s", flush=True)
-    for error in _warm(servers.ports, sizes.plan, SYSTEMS[servers.name].apart)[:3]:
+    for error in _warm(servers, sizes.plan)[:3]:
         print(f"{servers.name}: warm-up: {error}", flush=True)
 
 
@@ -161,9 +161,9 @@ def _run(arm: Arm, servers: Servers, load: Workload, made: Measurement) -> Figur
     step = Request(tokens=np.full(8, FIRST, np.uint32), output=1).made(MODEL)
     asyncio.run(send([step] * 2 * len(servers.ports), servers.ports, 1, WARM_SECONDS))
     # A server that only computes prompts hears of the others' resets with its next heartbeat.
-    time.sleep(HEARD if SYSTEMS[arm.system].apart else SETTLES)
+    time.sleep(HEARD if servers.apart else SETTLES)
     with way(arm, servers, made.folder) as ports:
-        found = _answered(ports, load, made.clock, SYSTEMS[arm.system].apart)
+        found = _answered(ports, load, made.clock, servers)
     print(
         f"{made.clock.spent:4.0f} s  {arm.name} {load.name}: {found.throughput:.2f} requests/s "
         f"in {found.duration:.1f} s, {found.errors} errors, hit rate "
@@ -173,12 +173,13 @@ def _run(arm: Arm, servers: Servers, load: Workload, made: Measurement) -> Figur
     return found
 
 
-def _answered(ports: Sequence[int], load: Workload, clock: Clock, apart: str) -> Figures:
-    """One run of a workload, phase by phase. apart: see `System`."""
+def _answered(ports: Sequence[int], load: Workload, clock: Clock, servers: Servers) -> Figures:
+    """One run of a workload, phase by phase."""
+    how = servers.apart, servers.prefills
     figures = Figures(load.ceiling)
     for phase in load.phases:
         seconds = min(LOAD_SECONDS, clock.left)
-        answers = asyncio.run(send(phase.requests, ports, phase.concurrency, seconds, apart))
+        answers = asyncio.run(send(phase.requests, ports, phase.concurrency, seconds, *how))
         if seconds < LOAD_SECONDS and any(answer.error == LATE for answer in answers):
             # The run's own end cut it: without its last answers a phase looks faster than it was.
             clock.check(seconds)
@@ -189,16 +190,17 @@ def _answered(ports: Sequence[int], load: Workload, clock: Clock, apart: str) ->
     return figures
 
 
-def _warm(ports: Sequence[int], plan: Plan, apart: str) -> list[str]:
+def _warm(servers: Servers, plan: Plan) -> list[str]:
     """Prompts of the warm-up to a server, then to the next, twice: misses, and hits of what the
-    other one has. The errors. apart: see `System`.
+    other one has. The errors.
     """
+    ports, how = servers.ports, (servers.apart, servers.prefills)
     prompts, errors = [request.made(MODEL) for request in workloads.warm_up(plan)], list[str]()
     for turn in range(4):
         half = prompts[turn // 2 :: 2]
-        by = 0 if apart else turn
+        by = 0 if servers.apart else turn
         shifted = [ports[(index + by) % len(ports)] for index in range(len(ports))]
-        answers = asyncio.run(send(half, shifted, len(half), WARM_SECONDS / 4, apart))
+        answers = asyncio.run(send(half, shifted, len(half), WARM_SECONDS / 4, *how))
         errors += [answer.error for answer in answers if answer.error]
         time.sleep(SETTLES)
     return errors
@@ -217,7 +219,9 @@ def _sizes(options: argparse.Namespace) -> Sizes:
         plan=msgspec.structs.replace(sizes.plan, vocabulary=scale.vocabulary, **given),
         kv_bytes=int(sizes.kv_bytes * each),
         pool_bytes=int(sizes.pool_bytes * each),
+        host_bytes=int(options.host_gib * GIB) or sizes.host_bytes,
         instances=len(options.gpus),
+        prefills=options.prefills or len(options.gpus) // 2,
     )
 
 
@@ -237,7 +241,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     option("--model", choices=models, default="", help="in place of Llama's shape")
     option("--together", action="store_true", help="all systems stand beside each other")
     option("--gpus", type=_numbers, default="0,1", help="one for each server")
+    option("--prefills", type=int, help="servers that compute prompts apart (default: half)")
     option("--memory", type=float, default=1.0, help="of the scale's KV caches")
+    option("--host-gib", type=float, default=0, help="of host memory, for those that keep KV there")
     option("--runs", type=_numbers, default="0", help="numbers of runs, each with other prompts")
     load = made.add_argument_group("workloads, see `serving.workloads.Plan`; default: the scale's")
     for name in PLANNED:

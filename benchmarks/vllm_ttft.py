@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from vcache_backend.prove.prompts import Prompts
+from vcache_backend.prove.prompts import ANY, Prompts
 
 from .options import Measurement, names_of, parser
 from .results import Row
@@ -64,7 +64,10 @@ def _few(kind: str, apart: str, ways: tuple[str, ...] = OURS, cpu: bool = True) 
         scale, in_place = KINDS[kind].of(run.fleet.scale), run.fleet.in_place
         prompts = Prompts(*scale.units, run.prompts.seed, KINDS[kind].tail)
         run = run._replace(prompts=prompts)
-        if in_place:
+        if KINDS[kind].few:
+            hits = prompts.hits(dict.fromkeys(scale.few, 2), 2)
+            hits = [hit._replace(cached=ANY) for hit in hits]
+        elif in_place:
             # Blocks of states are long.
             hits = prompts.ends([*scale.few[1:], 2 * scale.few[-1]])
         else:
@@ -87,7 +90,7 @@ def _timed(model: str) -> Part:
         prompts = Prompts(*KINDS[kind].of(run.fleet.scale).units, run.prompts.seed)
         return latency.first_token(run._replace(prompts=prompts), kind)
 
-    return Part(_trio(kind), timed, ("inplace",), apart="graphs")
+    return Part(_trio(kind), timed, ("inplace",), KINDS[kind].ranks == 1, "graphs")
 
 
 def _trio(kind: str = "") -> tuple[str, ...]:
@@ -118,6 +121,8 @@ PARTS: dict[str, Part] = {
     "tp2": _few("tp2", "tp2", cpu=False),
     "decode": Part(tuple(ARMS.values()), scheduling.decode_steps, ("inplace",), apart="decode"),
     "short": Part(("busy_alone", "busy_a"), latency.short_tax, OURS, apart="short"),
+    "tp2_gpt_oss": _few("tp2_gpt_oss_graphs", "graphs", ("inplace",), cpu=False),
+    "ttft_tp2_gpt_oss": _timed("tp2_gpt_oss"),
 }
 """In the order in which they run. A part's number is the seed of its prompts."""
 

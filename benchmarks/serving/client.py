@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterable, Sequence
-from itertools import cycle
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -44,14 +44,15 @@ async def send(
     concurrency: int,
     seconds: float,
     apart: str = "",
+    prefills: int = 0,
 ) -> list[Answer]:
     """Send conversations and requests with times at their times, the others `concurrency` at once,
     to the ports in turn. The answers in the requests' order; those that are late after `seconds`
-    have an error. apart: see `System`; the first half of the ports are of prefill servers.
+    have an error. apart: see `System`. prefills: the first of the ports, of servers that compute
+    prompts then.
     """
     answers, started = [Answer() for _ in requests], time.perf_counter()
-    half = len(ports) // 2 if apart else 0
-    turn, firsts = cycle(ports[half:]), cycle(ports[:half])
+    pairs = _pairs(ports, prefills)
     chains: dict[int, list[int]] = {}
     for index, request in enumerate(requests):
         if request.at is not None:
@@ -64,9 +65,9 @@ async def send(
         for index in indices:
             if (at := requests[index].at) is not None:
                 await asyncio.sleep(begin + at - time.perf_counter())
-            request, port, answer = requests[index], next(turn), answers[index]
+            (prefill, port), request, answer = next(pairs), requests[index], answers[index]
             if apart:
-                await _apart(session, apart, next(firsts), port, request, answer)
+                await _apart(session, apart, prefill, port, request, answer)
             else:
                 await complete(session, port, request.body, answer)
             begin = time.perf_counter()
@@ -80,6 +81,15 @@ async def send(
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
     return answers
+
+
+def _pairs(ports: Sequence[int], prefills: int) -> Iterator[tuple[int, int]]:
+    """For each request the ports of its prefill server, or 0, and of the one that answers. Each of
+    the first meets each of the others."""
+    answering = ports[prefills:]
+    for n in count():
+        rounds, which = divmod(n, prefills) if prefills else (0, 0)
+        yield ports[which] if prefills else 0, answering[(n + rounds) % len(answering)]
 
 
 async def _apart(

@@ -50,7 +50,11 @@ class Servers:
         self._share, self._lmcache = SYSTEMS[name].share, bool(SYSTEMS[name].lmcache)
         kv_bytes = sizes.kv_bytes if self._share == "pool" else sizes.all_kv_bytes
         self.label = f"{SYSTEMS[name].label}, {kv_bytes / GIB:.3g} GiB of KV cache a GPU"
-        self._servers: list[Program] = []
+        self.apart = SYSTEMS[name].apart
+        self.prefills = sizes.prefills if self.apart else 0
+        if self.prefills:
+            self.label += f", {self.prefills} + {len(gpus) - self.prefills} servers"
+        self._servers, self._theirs = list[Program](), list[Program]()
         self.ports = free_ports(1 if SYSTEMS[name].ranks else len(gpus))
         self._started = time.monotonic()
         with ExitStack() as undo:
@@ -60,11 +64,9 @@ class Servers:
                 self._socket = undo.enter_context(server)
             theirs = free_ports(2)
             if self._lmcache:
-                size = theirs, sizes.scale.chunk, sizes.host_bytes, sizes.instances
-                command = lmcache_server(*size, SYSTEMS[name].lmcache)
-                log, given = folder / f"{name}_lmcache.log", {**os.environ, **ENVIRONMENT}
-                # vLLM's connectors wait for it.
-                undo.enter_context(Program("lmcache", command, log, given))
+                log, size = folder / f"{name}_lmcache.log", (sizes.host_bytes, sizes.instances)
+                told = log, theirs, sizes.scale.chunk, *size, SYSTEMS[name].lmcache
+                self._theirs.append(undo.enter_context(lmcache_server(*told)))
             undo.callback(self._end)
             for index, port in enumerate(self.ports):
                 side = {"socket": self._socket, "lmcache": theirs[0]}
@@ -83,11 +85,15 @@ class Servers:
 
     def wait(self, seconds: float = START_SECONDS) -> float:
         """Until all are healthy; the seconds since their start. Raises ChildFailed for a process
-        that ended or is late.
+        that ended or is late, or if LMCache is slow for want of shared memory.
         """
         for program, port in zip(self._servers, self.ports, strict=True):
             left = seconds - (time.monotonic() - self._started)
             program.until(partial(healthy, port), left)
+        for server in self._theirs:
+            # It does so where /dev/shm has no room. On the CPU that is its own way, too.
+            if (slow := server.said("pickle")) and not self._sizes.scale.cpu:
+                raise ChildFailed(f"{self.name}: KV would be pickled; {slow[0]}")
         return time.monotonic() - self._started
 
     def reset(self) -> None:

@@ -115,7 +115,7 @@ def compared(rows: Mapping[str, Row], workload: str, four: bool) -> list[Row]:
         if plain := _arms(rows, workload, "alone", _said(rows, workload, ours)):
             name = f"{begin}{workload}_{ours.removeprefix('inplace_')}"
             made += [_ratio(rows, workload, name, each, ours, plain, 1.0) for each in RATIOS]
-    for ours in _arms(rows, workload, "both"):
+    for ours in _arms(rows, workload, r"both(?:_pool)?"):
         said, name = _said(rows, workload, ours), f"mp_{ours.removesuffix('_turn')}_{workload}"
         if plain := [arm for one in BESIDE for arm in _arms(rows, workload, one, said)]:
             made += [_ratio(rows, workload, name, each, ours, plain, 1.0) for each in RATIOS]
@@ -130,12 +130,15 @@ def compared(rows: Mapping[str, Row], workload: str, four: bool) -> list[Row]:
     return made
 
 
-def apart(rows: Mapping[str, Row], workload: str, plan: Plan) -> list[Row]:
+def apart(
+    rows: Mapping[str, Row], workload: str, plan: Plan, prefills: int, servers: int
+) -> list[Row]:
     """vcache with prefill apart, against the best other arm in each figure. Of prompts with
-    common prefixes only the time to first token is of interest."""
+    common prefixes only the time to first token is of interest. prefills: of the servers."""
     made, begin = list[Row](), f"vllm_serving_pd_vcache_turn_{workload}_"
     shared = plan.repeats > 1
     shape = f"{plan.prefix // 1024}k_{plan.concurrency}_{plan.output}"
+    shape += f"_{prefills}+{servers - prefills}" if 2 * prefills != servers else ""
     limits = {"handover_p50": 0.8 if plan.concurrency == 1 else 0.65, "ttft_p50": 1 / 1.5}
     limits |= {"tpot_p50": 1.01, "gap_p99": 1.0, "requests_per_second": 1.0}
     for figure, limit in limits.items():
@@ -150,6 +153,7 @@ def apart(rows: Mapping[str, Row], workload: str, plan: Plan) -> list[Row]:
         least, most = (limit, None) if rate else (None, limit)
         what = f"{ours.what}; reference: {best.what.partition(';')[0]}"
         case = f"pd_shared_{name}_{shape}" if shared else f"pd_{name}_{shape}"
+        case = f"x4_{case}" if servers == 4 else case
         values = ours.unit, ours.value, best.value
         made.append(row(case, *values, what=what, at_least=least, at_most=most, runs=ours.runs))
     return made

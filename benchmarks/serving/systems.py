@@ -22,8 +22,9 @@ MODEL = "model"
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """scale: the model, and what an instance may take on. kv_bytes: vLLM's KV cache of an instance
     beside a pool; pool_bytes: what it lends to the pool. Without a pool an instance has the sum of
-    both. host_bytes: of LMCache's server. seqs: requests that an instance runs at a time.
-    instances: servers, or data parallel ranks of one."""
+    both. host_bytes: what a system keeps in host memory. seqs: requests that an instance runs at a
+    time. instances: servers, or data parallel ranks of one. prefills: how many of the servers of a
+    system with `apart` compute prompts."""
 
     scale: Scale
     kv_bytes: int
@@ -32,6 +33,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     seqs: int
     plan: Plan
     instances: int = 2
+    prefills: int = 1
 
     @property
     def all_kv_bytes(self) -> int:
@@ -53,9 +55,9 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
     """label: for people. share: vcache's `connector.share`; empty: without it. lmcache: how KV gets
     to LMCache's server; empty: without it. behind: another connector of vLLM's behind ours, which
     keeps KV in host memory. host: our pool in host memory, for what KV caches lose. ranks: one
-    server with data parallel ranks, among which vLLM balances itself. apart: the first half of the
-    servers computes prompts, the second half answers; `announced`, `nixl` or `mooncake`, by how
-    the KV is handed over. connector: another one than vcache. block, layout: of the KV cache, if
+    server with data parallel ranks, among which vLLM balances itself. apart: the first servers
+    compute prompts, the others answer; `announced`, `nixl` or `mooncake`, by how the KV is handed
+    over. connector: another one than vcache. block, layout: of the KV cache, if
     not the usual ones."""
 
     label: str
@@ -82,6 +84,9 @@ SYSTEMS = {
     "lmcache": System(label="LMCache's server", lmcache="auto"),
     "both": System(
         label="vcache in place beside LMCache's server", share="in_place", lmcache="engine_driven"
+    ),
+    "both_pool": System(
+        label="vcache, a pool, beside LMCache's server", share="pool", lmcache="auto"
     ),
     # Who keeps in host memory what KV caches in place lose: our pool, or a connector of vLLM's.
     "inplace_host": System(label="vcache in place, a host pool", share="in_place", host=True),
@@ -164,7 +169,7 @@ def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any]
     `SECTION.KEY`."""
     system, role = SYSTEMS[name], BOTH
     if system.apart:
-        first = 2 * side["index"] < sizes.instances
+        first = side["index"] < sizes.prefills
         role = {"kv_role": "kv_producer" if first else "kv_consumer"}
     if system.apart == "mooncake":
         return {
@@ -181,7 +186,7 @@ def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any]
     more = {"connector.share": share}
     lends = sizes.pool_bytes if share == "pool" else 0
     if system.host:
-        more["pool.device"], lends = "host", sizes.host_bytes
+        more["pool.device"], lends = "host", sizes.host_bytes // sizes.instances
     elif share == "pool" and sizes.scale.cpu:
         more["pool.device"] = f"host:{side['index']}"
     more |= dict(side.get("more", {}))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from vcache_backend.children import Child, ChildFailed, Program, module, until
+from vcache_backend.children import Child, ChildFailed, module, until
 from vcache_backend.protocol.client import Client
 from vcache_backend.prove.prompts import Prompts
 
@@ -79,9 +78,8 @@ class Fleet:
             if way in ("both", "behind"):
                 self._ports = free_ports(2)
                 size = GIB // 16 if scale.cpu else 24 * GIB
-                command = lmcache_server(self._ports, scale.chunk, size, 2, "engine_driven")
-                told = {**os.environ, **ENVIRONMENT}
-                undo.enter_context(Program("lmcache", command, folder / "lmcache.log", told))
+                told = folder / "lmcache.log", self._ports, scale.chunk, size, 2, "engine_driven"
+                undo.enter_context(lmcache_server(*told))
             self.pool = undo.enter_context(Client(self._socket, PATIENT))
             self.pool.require()
             self._undo = undo.pop_all()

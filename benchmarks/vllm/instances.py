@@ -103,7 +103,8 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     """What differs from the plain instance. model: its config, or what to change of the plain
     one's. tiny: what to change of it on the CPU. block: tokens a KV block, 0: the scale's.
     value_bytes: of a number in the KV cache. arguments: of vLLM's `LLM`. ranks: tensor parallel,
-    each on a GPU. tail: see `Prompts`. several: block tables. states: a chunk is one block."""
+    each on a GPU. tail: see `Prompts`. several: block tables. states: a chunk is one block. few:
+    lengths of prompts, if not the scale's."""
 
     model: dict[str, Any] = {}
     tiny: dict[str, Any] = {}
@@ -114,6 +115,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     tail: int = 8
     several: bool = False
     states: bool = False
+    few: list[int] = []
 
     def of(self, scale: Scale) -> Scale:
         """The scale as instances of this kind have it: as many tokens fit into their KV cache as
@@ -122,7 +124,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
         model = self.model if "model_type" in self.model else scale.model | self.model
         model = model | self.tiny if scale.cpu else model
         block = scale.chunk if self.states else self.block or scale.block
-        own = msgspec.structs.replace(scale, model=model, block=block)
+        own = msgspec.structs.replace(scale, model=model, block=block, few=self.few or scale.few)
         kv_bytes = scale.kv_bytes // scale.token_bytes * own.token_bytes * self.value_bytes // 2
         return msgspec.structs.replace(own, kv_bytes=kv_bytes)
 
@@ -161,6 +163,7 @@ KINDS = {
     "gpt_oss": _several("gpt_oss"),
     "gemma3_graphs": _several("gemma3", graphs=True),
     "gpt_oss_graphs": _several("gpt_oss", graphs=True),
+    "tp2_gpt_oss_graphs": _several("gpt_oss", graphs=True, ranks=2),
     # As large as gpt-oss 20B but for its words, without quantization.
     "gpt_oss_20b": Kind(model=_gpt_oss_20b(), tiny=SHAPES["tiny_gpt_oss"], several=True),
     # Its convolutions look back at two tokens: the last token depends on the loaded state.
@@ -170,8 +173,11 @@ KINDS = {
     "mamba2": _several("granite4"),
     # vLLM's default on Hopper wants FlashInfer.
     "gdn": _several("qwen3_next", arguments={"gdn_prefill_backend": "triton"}),
-    # A step's tokens take thousands of small blocks of windows and of compressors' states.
+    # A step's tokens take thousands of small blocks of windows and of compressors' states. Each
+    # number of tokens a step may compile a kernel, 12 s, so lengths are few. Beyond 2,048 tokens
+    # the indexer chooses what is looked at.
     "v4": Kind(
+        few=[1024, 2048, 4096, 8192],
         model=SHAPES["deepseek_v4"],
         block=256,
         value_bytes=8,

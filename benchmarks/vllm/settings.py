@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from vcache_backend.children import module
+from vcache_backend.children import Program, module, until
 from vcache_backend.prove import instance as prove
 
 from ..processes import HOST, ROOT
@@ -85,11 +87,12 @@ def our_connector(socket: Path, lends: int, chunk: int, more: Mapping[str, str])
     }
 
 
+@contextmanager
 def lmcache_server(
-    ports: Sequence[int], chunk: int, nbytes: int, clients: int, mode: str
-) -> list[str]:
-    """The command of LMCache's server. ports: for vLLM, and for HTTP. nbytes: of host memory. mode:
-    how KV gets there."""
+    log: Path, ports: Sequence[int], chunk: int, nbytes: int, clients: int, mode: str
+) -> Iterator[Program]:
+    """LMCache's server; vLLM's connectors wait for it. ports: for vLLM, and for HTTP. nbytes: of
+    host memory. mode: how KV gets there; `engine_driven`: through shared memory."""
     given = {
         "host": HOST,
         "port": ports[0],
@@ -100,8 +103,18 @@ def lmcache_server(
         "max-workers": clients,
         "supported-transfer-mode": mode,
     }
+    if mode == "engine_driven":
+        given["shm-name"] = f"bench{ports[0]}"
     told = [str(part) for key, value in given.items() for part in (f"--{key}", value)]
-    return module("lmcache.cli.main", "server", *told, "--disable-observability")
+    told += ["--disable-observability", *(["--no-l1-use-lazy"] if "shm-name" in given else [])]
+    command = module("lmcache.cli.main", "server", *told)
+    with Program("lmcache", command, log, {**os.environ, **ENVIRONMENT}) as server:
+        try:
+            yield server
+        finally:
+            # Killed, it would leave its memory in /dev/shm.
+            server.signal(signal.SIGTERM)
+            until(lambda: not server.alive, 20.0, 0.1)
 
 
 def server_mode(port: int, mode: str) -> dict[str, Any]:

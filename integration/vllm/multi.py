@@ -192,8 +192,11 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
         """A connector's answer. A request whose load has failed begins anew, with other blocks: for
         a connector that notes blocks, and was not asked to load, it is as if it was preempted."""
         child, status = self._connectors[number], request.status
-        if state.loader not in (None, number) and getattr(child, "tracks", False):
-            request.status = RequestStatus.PREEMPTED
+        if getattr(child, "tracks", False) and status != RequestStatus.PREEMPTED:
+            if state.loader in (None, number):
+                child.forget_answers(request.request_id)
+            else:
+                request.status = RequestStatus.PREEMPTED
         try:
             return child.get_num_new_matched_tokens(request, computed)  # type: ignore[no-any-return]
         finally:

@@ -67,6 +67,12 @@ class Guarded:
             line = "%s is out of use: %s. vLLM serves without it until it is restarted"
             log.error(line, self.name, reason, exc_info=error)
 
+    def forget_answers(self, name: str) -> None:
+        """Before LMCache is asked about a request, which has no blocks yet. Below 0.5.6 it takes
+        the sum of its answers for what it has stored, and stores the rest only."""
+        if (tracker := self._it.request_trackers.get(name)) is not None:
+            tracker.num_stored_tokens = 0
+
     def poll(self, finished: set[str]) -> Any:
         """`get_transfer_results`, also of transfers under way when the connector went out of
         use."""

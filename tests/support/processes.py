@@ -404,6 +404,8 @@ def _start_nursery(
     changed = {**os.environ, "PYTHONPATH": python_path(), **environment}
     given = {name: one for name, one in changed.items() if one is not None}
     warm = None if modules[0].startswith("vcache_backend") else os.environ.get(WARM)
+    # CUDA ends processes that were forked twice from one that has imported vLLM.
+    warm = None if Path("/dev/nvidiactl").exists() else warm
     with tempfile.TemporaryFile() as log, open(os.devnull) as nothing:
         fds = [nothing.fileno(), log.fileno(), log.fileno(), listener.fileno()]
         program = f"import nursery; nursery.main({{}}, {tests}, {list(modules)})"

@@ -6,6 +6,7 @@ cached tokens tells who has loaded."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -52,12 +53,16 @@ class Beside:
     def __init__(self, here: Node) -> None:
         self.here = here
         self.port, self.http = free_ports(2)
+        # A server that is killed leaves it.
+        memory = Path(f"/dev/shm/lmcache_l1_pool_{self.port}")
+        here.undo.callback(memory.unlink, missing_ok=True)
         self.serve()
 
     def serve(self) -> None:
         told = f"server --host 127.0.0.1 --port {self.port} --http-port {self.http} --chunk-size {CHUNK}"
-        told += f" --l1-size-gb {MEMORY_GB} --eviction-policy LRU"
-        told += " --supported-transfer-mode engine_driven --disable-observability"
+        told += f" --l1-size-gb {MEMORY_GB} --no-l1-use-lazy --shm-name {self.port}"
+        told += " --eviction-policy LRU --supported-transfer-mode engine_driven"
+        told += " --disable-observability"
         log = self.here.folder / f"lmcache-{self.port}.log"
         self.server = Worker(vllm_cases.home(), object, name="lmcache", log=log)
         self.here.undo.enter_context(self.server)
@@ -135,6 +140,7 @@ def test_the_longest_hit_counts_whoever_has_it(beside: Beside, quick: Node) -> N
     found.append(b.one(tokens))
     assert [one.cached for one in found] == [CHUNK, LENGTH, LENGTH, 0]
     assert all(one.agrees(right) for one in found)
+    assert all("SHM pinned=" in one.log for one in (a, b)), "KV was pickled"
 
 
 def test_one_that_dies_leaves_the_other(beside: Beside, quick: Node) -> None:

@@ -104,7 +104,9 @@ def equal(run: Run, hits: Sequence[Hit], kind: str = "") -> list[Row]:
         good.append(not how)
         if how:
             wrong[hit.kind] += 1
-            print(f"  {hit.kind}: {how}", flush=True)
+            repeats = said(expected) == said(reference(pair.alone, fleet, hit))
+            more = "" if repeats else "; the reference does not repeat itself"
+            print(f"  {hit.kind}: {how}{more}", flush=True)
     lengths = [len(hit.then) for hit in hits[: len(good)]] or [0]
     what = (
         f"{fleet.scale.answer} greedy tokens and {LOGPROBS} logprobs each after a hit stored by "
@@ -126,7 +128,7 @@ def agreeing(run: Run, kind: str = "") -> list[Row]:
     They would not if each compiled for itself, since compilation times kernels and keeps the
     faster; so they share one's code (`fleet`)."""
     fleet, prompts = run.fleet, run.prompts
-    pair, lengths = Pair(fleet, kind), fleet.scale.few
+    pair, lengths = Pair(fleet, kind), fleet.of(kind).few
     children = pair.a, pair.b, pair.alone
     # Kernels are compiled at their first use: by all three beside each other.
     for child in children:
@@ -146,7 +148,7 @@ def sensitive(run: Run, kind: str = "", times: int = 2) -> list[Row]:
     repeats itself.
     """
     fleet, prompts = run.fleet, run.prompts
-    alone, few = fleet.instance(joined(kind, "alone")), fleet.scale.few
+    alone, few = fleet.instance(joined(kind, "alone")), fleet.of(kind).few
     changed, repeated = list[bool](), list[bool]()
 
     def hits(hit: Hit) -> list[dict[str, Any]]:
@@ -175,7 +177,7 @@ def flipped(run: Run, kind: str = "") -> list[Row]:
     comparison must see it, and must see nothing before and after. Of the plain kind one byte, in
     layer 0; of others some of every page, whichever table it belongs to.
     """
-    fleet, scale, pair = run.fleet, run.fleet.scale, Pair(run.fleet, kind)
+    fleet, scale, pair = run.fleet, run.fleet.of(kind), Pair(run.fleet, kind)
     hit = run.prompts.whole(scale.few[-1])._replace(cached=ANY)
     fleet.pool.clear()
     pair.store(hit)

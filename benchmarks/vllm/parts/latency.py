@@ -19,7 +19,7 @@ from typing import Any
 from ...copies import peer_speed
 from ...results import Row, row
 from ..fleet import Fleet, Run
-from ..instances import joined
+from ..instances import KINDS, joined
 
 SECONDS, COPY_SECONDS = 60.0, 90.0
 MS = 1e3
@@ -119,7 +119,7 @@ def _rows(
             if values and floor:
                 rows.append(row(f"{begin}_{variant}_ms_{name}", "ms", values, floor, what=what))
         if ours := held["vcache"] if floor else []:
-            nbytes = scale.hit_bytes(length - TAIL)
+            nbytes = scale.hit_bytes(length - TAIL) // KINDS[kind].ranks
             most = floor + nbytes / speed / 1e9 * ALLOWED_COPY * MS + ALLOWED_MS
             what = (
                 f"TTFT of a hit on the peer GPU; reference: own prefix-cache hit {floor:.2f} ms + "
