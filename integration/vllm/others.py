@@ -110,6 +110,10 @@ def _fence_stores(adapter: Any) -> None:
         if old := getattr(adapter.transfer_ctx, "_engine_driven_context", None):
             old._shm_buffer = None  # stores that have not begun to write fail
         register(*args, **kwargs)
+        new = getattr(adapter.transfer_ctx, "_engine_driven_context", None)
+        if type(new).__name__ == "EngineDrivenContextPickle":
+            how = "start its server with --no-l1-use-lazy and --shm-name (docs/lmcache.md)"
+            log.warning("LMCache pickles KV, which is slow: %s", how)
 
     def leave() -> None:
         if hasattr(adapter.transfer_ctx, "_engine_driven_context"):

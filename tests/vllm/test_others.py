@@ -37,9 +37,11 @@ def test_what_lmcache_has_answered_before_is_forgotten() -> None:
     assert told.num_stored_tokens == 0
 
 
-def test_what_lmcache_has_not_written_is_not_committed() -> None:
+def test_what_lmcache_has_not_written_is_not_committed(caplog: pytest.LogCaptureFixture) -> None:
     """Nor written to the memory of a server that has died, once there is another one."""
     shm = pytest.importorskip("lmcache.v1.multiprocess.transfer_context.shm")
+    from lmcache.v1.multiprocess.transfer_context.pickle import EngineDrivenContextPickle
+
     left: list[int] = []
     adapter = SimpleNamespace(instance_id=7, transfer_ctx=None)
     adapter.shutdown = lambda: left.extend((adapter.instance_id, adapter.transfer_ctx._instance_id))
@@ -57,6 +59,9 @@ def test_what_lmcache_has_not_written_is_not_committed() -> None:
         assert context._build_slot_tensors(slots)
     with pytest.raises(RuntimeError, match="not initialized"):
         dead._build_slot_tensors(slots)
+    assert not caplog.messages
+    adapter._send_register_kv_caches_request(EngineDrivenContextPickle(None, None, 1.0))
+    assert "LMCache pickles KV" in caplog.text
     adapter.shutdown()
     assert left == [0, 0]
 
