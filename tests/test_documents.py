@@ -48,9 +48,7 @@ _TWO_FIGURES = re.compile(r"\d[^\s|]* ?[·;/] ?[*×]*\d")
 
 
 @pytest.mark.parametrize(
-    "page",
-    [page for page in PAGES if page.parent.name != "adr"],
-    ids=lambda page: page.name,
+    "page", [page for page in PAGES if page.parent.name != "adr"], ids=lambda page: page.name
 )
 def test_a_page_is_read_once(page: Path) -> None:
     """No footnotes, no heavy relative clauses, and no table cell with more than one figure."""

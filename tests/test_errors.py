@@ -15,10 +15,7 @@ def test_what_a_terminal_would_act_on_is_escaped_and_cut() -> None:
 def test_a_cause_without_a_text_is_named_by_its_kind() -> None:
     for cause, said in (
         (OSError(28, "No space left"), "[Errno 28] No space left"),
-        (
-            MemoryError(),
-            "MemoryError",
-        ),
+        (MemoryError(), "MemoryError"),
     ):
         with (
             pytest.raises(SegmentError, match="^segment: ") as caught,

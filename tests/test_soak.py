@@ -7,11 +7,20 @@ from __future__ import annotations
 from math import inf
 
 import pytest
+from processes import python_path
 from soak.levels import INPLACE, SOAK
 from soak.living import Control, Role
 from soak.run import faults, run, run_control
 
 FEW: dict[Role, int] = {"owner": 2, "reader": 2}
+
+
+@pytest.fixture(autouse=True)
+def path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the process that processes are forked from finds what it is to import: by itself it
+    would leave that to each of them, and say nothing.
+    """
+    monkeypatch.setenv("PYTHONPATH", python_path())
 
 
 def test_no_byte_is_wrong_though_blocks_are_used_again_while_they_are_read() -> None:

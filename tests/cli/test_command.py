@@ -26,12 +26,7 @@ BASE = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS})); "
 BASE += "from vcache_backend.cli import app, main"
 """Python as it is where only the base was installed: what the extras bring cannot be imported."""
 COMMANDS = [[], ["serve"], ["status"], ["clear"], ["segment"], ["config"], ["doctor"]]
-COMMANDS += [
-    ["mooncake"],
-    ["vllm"],
-    ["top"],
-    *(["segment", name] for name in ("add", "drop")),
-]
+COMMANDS += [["mooncake"], ["vllm"], ["top"], *(["segment", name] for name in ("add", "drop"))]
 COMMANDS += [["config", name] for name in ("init", "show")]
 
 

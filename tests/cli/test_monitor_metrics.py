@@ -257,6 +257,7 @@ def test_alerts_tell_what_is_wrong_and_nothing_else(alone: Stage, tmp_path: Path
         reader = used(alone)
         join(lacking := alone.client(), instance_id(2))
         lacking.count(asked=256)  # else it waits for its first request
+        lacking.list_segments()  # which tells the counts
         other = alone.client(layout={"model": "llama", "namespace": "beef", "chunk_size": "128"})
         wrong = {"VCacheErrorsReported", "VCacheInstancesDiffer"}
         wrong |= {"VCacheInstanceNotShared", "VCacheInstanceStopped"}

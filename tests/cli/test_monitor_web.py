@@ -12,7 +12,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from processes import Stage, eventually, ran
+from processes import Stage, children_of, eventually, ran
 from prometheus_client import Gauge
 from test_monitor_metrics import A, address_of, beside, get, needs, samples, used
 
@@ -87,11 +87,6 @@ def test_a_hung_server_is_not_well_and_one_that_is_gone_takes_its_monitor_too(al
     server.kill()
     eventually(lambda: get(address, "/readyz")[0] == 503, every=0.1)
     eventually(lambda: not answers(own))
-
-
-def children_of(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(one) for task in tasks for one in (task / "children").read_text().split()]
 
 
 def test_a_monitor_that_ends_is_started_again_ever_less_often(

@@ -30,10 +30,7 @@ def test_a_server_whose_path_leads_to_another_one_ends(stage_: Stage) -> None:
 @pytest.mark.parametrize(
     ("limits", "said"),
     [
-        (
-            "-f 1",
-            "server.socket: cannot use {}: [Errno 27] File too large",
-        ),
+        ("-f 1", "server.socket: cannot use {}: [Errno 27] File too large"),
         (
             "-s 4000000 -v 4000000",
             "can't start new thread: raise ulimit -u, or pids.max of the cgroup",

@@ -207,11 +207,7 @@ class ResidentMachine(RuleBasedStateMachine):
         blocks=st.permutations(range(BLOCKS)),
     )
     def compute(
-        self,
-        instance: m.InstanceId,
-        prompt: list[bytes],
-        end: int,
-        blocks: list[int],
+        self, instance: m.InstanceId, prompt: list[bytes], end: int, blocks: list[int]
     ) -> None:
         """All that a hit which ends there needs."""
         if (known := self.model.get(instance)) is not None:
@@ -262,11 +258,7 @@ class ResidentMachine(RuleBasedStateMachine):
                 self.publish_one(instance, rank, run, told)
 
     def publish_one(
-        self,
-        instance: m.InstanceId,
-        rank: int,
-        run: m.BlockRun,
-        told: list[tuple[Name, int, int]],
+        self, instance: m.InstanceId, rank: int, run: m.BlockRun, told: list[tuple[Name, int, int]]
     ) -> None:
         taken = self.residents.publish(m.Publish(instance, rank, [run]))
         assert taken == len(told)
@@ -498,12 +490,7 @@ CASES: dict[str, tuple[list[m.BlockTable], int, Blocks, int]] = {
     "a state": ([FULL, STATE], 11, {1: {1}}, 8),
     "the state before": ([FULL, STATE], 7, {1: {0, 1}}, 4),
     "a state and a window that do not meet": ([FULL, STATE, WINDOW], 12, {1: {2}, 2: {5, 6, 7}}, 0),
-    "a state and a window that meet": (
-        [WINDOW, STATE, FULL],
-        12,
-        {0: {5, 6, 7, 11}, 1: {1, 2}},
-        8,
-    ),
+    "a state and a window that meet": ([WINDOW, STATE, FULL], 12, {0: {5, 6, 7, 11}, 1: {1, 2}}, 8),
     "a local chunk": ([FULL, LOCAL], 7, {1: {4, 5, 6}}, 7),
     "the beginning of a local chunk": ([FULL, LOCAL], 7, {1: {5, 6}}, 4),
     "a part of a local chunk": ([FULL, LOCAL], 7, {1: {4}}, 5),

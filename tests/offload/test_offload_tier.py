@@ -193,11 +193,7 @@ DEVICES = ["host", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("arrangement", [FLASH, MLA], ids=lambda value: value.name)
 def test_what_one_node_stored_another_reads_and_keeps(
-    nodes: list[Node],
-    depot: Depot,
-    model: str,
-    device: str,
-    arrangement: Arrangement,
+    nodes: list[Node], depot: Depot, model: str, device: str, arrangement: Arrangement
 ) -> None:
     cache, tokens = cache_on(device, arrangement), prompt(LENGTH + 7)
     one, two = (engine(at, depot, model, cache=cache, device=device) for at in nodes)

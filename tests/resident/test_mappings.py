@@ -21,11 +21,7 @@ from processes import PATIENT, QUICK, SECONDS, Stage, asked, eventually, hung, m
 from server_cases import few_descriptors
 
 from vcache_backend.errors import SegmentError
-from vcache_backend.resident.mappings import (
-    Neighbour,
-    Refusals,
-    Tables,
-)
+from vcache_backend.resident.mappings import Neighbour, Refusals, Tables
 from vcache_backend.resident.own_cache import cache_shape
 from vcache_backend.vram_pool import devices
 from vcache_backend.vram_pool.copies.cuda_copier import CudaCopier
@@ -190,10 +186,7 @@ def test_closing_unmaps_all_ends_the_thread_and_leaves_no_descriptor(stage: Stag
 
 
 def test_a_neighbour_of_which_nobody_knows_whether_it_lives_is_not_read(
-    stage: Stage,
-    reader: Reader,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    stage: Stage, reader: Reader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(view: GenerationView) -> bool:
         raise RuntimeError("planted")

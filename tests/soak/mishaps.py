@@ -20,10 +20,7 @@ from vcache_backend.config import ClientConfig
 from vcache_backend.errors import VCacheError
 from vcache_backend.protocol.client import Client
 
-TIMES = {
-    "reservation_seconds": 0.5,
-    "spin_seconds": 0.0,
-}
+TIMES = {"reservation_seconds": 0.5, "spin_seconds": 0.0}
 """Short, so that processes that are stopped for a second or two exceed them."""
 STOPPED, STARVED_SECONDS = 1.2, 2.0
 """The longest that a server is stopped, and any process is starved."""

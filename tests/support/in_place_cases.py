@@ -26,11 +26,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from vcache_backend.integration.vllm import requests
-from vcache_backend.integration.vllm.metadata import (
-    PublicationSpec,
-    SavedChunks,
-    StepMetadata,
-)
+from vcache_backend.integration.vllm.metadata import PublicationSpec, SavedChunks, StepMetadata
 from vcache_backend.protocol.messages import (
     NAMESPACE_BYTES,
     RANK_BYTES,

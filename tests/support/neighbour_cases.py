@@ -224,10 +224,7 @@ def _part(path: Path, config: ClientConfig, name: InstanceId, more: dict[str, ob
 
 
 def read(
-    neighbour: Neighbour,
-    cache: SharedCache,
-    block: int,
-    copier: Copier | None = None,
+    neighbour: Neighbour, cache: SharedCache, block: int, copier: Copier | None = None
 ) -> int | None:
     """Copy a block of the neighbour's into the first one of `cache`; what it held."""
     assert pull(neighbour, cache, block, copier or HostCopier()).wait(SECONDS)

@@ -84,6 +84,12 @@ def with_words(*words: str | Path) -> list[int]:
     return [pid for pid in sorted(pids) if all(str(one) in command_line(pid) for one in words)]
 
 
+def children_of(pid: int) -> list[int]:
+    """In the order in which they were started."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(one) for task in tasks for one in (task / "children").read_text().split()]
+
+
 class Process:
     """A process of this test, and the leader of a session: everything it starts ends with it.
     Leaving the context ends it.
@@ -221,7 +227,7 @@ class Child(Process):
 
     def __init__(self, arguments: list[str], **environment: str) -> None:
         self._said = self._buffer = b""
-        given = os.environ | {"PYTHONPATH": _python_path(), "PYTHONUNBUFFERED": "1"} | environment
+        given = os.environ | {"PYTHONPATH": python_path(), "PYTHONUNBUFFERED": "1"} | environment
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
         streams |= {"stderr": subprocess.STDOUT}
         more: dict[str, Any] = {"start_new_session": True, "preexec_fn": _start}
@@ -290,7 +296,7 @@ class ForkedServer(Child):
         self._status: int | None = None
         self._pipe, theirs = multiprocessing.Pipe()
         self._out, output = os.pipe()
-        environment = os.environ | {"PYTHONPATH": _python_path()}
+        environment = os.environ | {"PYTHONPATH": python_path()}
         setting = {"folder": ROOT, "environment": environment, "apart": None}
         home = nursery("vcache_backend.cli", "vcache_backend.metadata_server.main")
         pid = home.fork(setting, [theirs.fileno(), output])
@@ -336,7 +342,7 @@ def _start() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _python_path() -> str:
+def python_path() -> str:
     """With all rooms of the tests: workers unpickle functions of test modules."""
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     rooms = sorted(str(room) for room in (ROOT / "tests").iterdir() if room.is_dir())
@@ -395,7 +401,7 @@ def _start_nursery(
     environment: Mapping[str, str | None],
 ) -> None:
     """In a new Python, or, of a large one, in a fork of the one that tests are forked from."""
-    changed = {**os.environ, "PYTHONPATH": _python_path(), **environment}
+    changed = {**os.environ, "PYTHONPATH": python_path(), **environment}
     given = {name: one for name, one in changed.items() if one is not None}
     warm = None if modules[0].startswith("vcache_backend") else os.environ.get(WARM)
     # CUDA ends processes that were forked twice from one that has imported vLLM.

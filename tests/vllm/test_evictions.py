@@ -15,9 +15,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installe
 from vllm.v1.request import Request
 
 from vcache_backend.integration.vllm.metadata import StepMetadata
-from vcache_backend.protocol.messages import (
-    ChunkKey,
-)
+from vcache_backend.protocol.messages import ChunkKey
 
 __all__ = ["engine", "here", "make"]
 pytestmark = needs_vllm

@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import vllm_cases
-from processes import Child, Worker, eventually, script, with_words
+from processes import Worker, children_of, eventually, script, with_words
 from vllm_cases import home
 
-from vcache_backend import prove
+from vcache_backend import cli, prove
 from vcache_backend.errors import VCacheError
 from vcache_backend.prove import Settings
 
@@ -44,37 +45,57 @@ def test_the_installed_vllm_is_proved(tmp_path: Path) -> None:
 
 
 @contextmanager
-def begun() -> Iterator[tuple[Child, list[int], Path]]:
-    """The command, once both of its instances have begun, their processes, and their folder."""
+def temporary() -> Iterator[tuple[Path, dict[str, str]]]:
+    """A folder that the command takes for this machine's temporary one, and its environment. Behind
+    a long path it would work in another folder, for its sockets."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
+        yield Path(folder), {"TMPDIR": folder, "XDG_STATE_HOME": f"{folder}/state"}
+
+
+@needs_vllm
+def test_a_killed_one_leaves_no_process_behind() -> None:
     program = "from vcache_backend.cli import main; main()"
-    # Behind a long path it would work in another folder, for its sockets.
-    with ExitStack() as undo:
-        folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="t-", dir="/tmp")))
-        places = {"TMPDIR": str(folder), "XDG_STATE_HOME": str(folder / "state")}
-        command = undo.enter_context(script(program, "prove", **places))
-        found = lambda: with_words("prove.instance", folder)  # noqa: E731
-        yield command, eventually(lambda: len(found()) == 2 and found(), START_SECONDS, 0.1), folder
-
-
-@needs_vllm
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_what_ends_it_leaves_no_process_behind(how: signal.Signals) -> None:
-    with begun() as (command, _, folder):
-        os.kill(command.process.pid, how)
-        status, _ = command.wait()
+    with temporary() as (folder, places), script(program, "prove", **places) as command:
+        eventually(lambda: len(with_words("prove.instance", folder)) == 2, START_SECONDS, 0.1)
+        command.kill()
         eventually(lambda: not with_words(folder), every=0.1)
-        if how == signal.SIGINT:
-            assert (status, [*folder.glob("vcache-prove-*")]) == (130, [])
+
+
+def prove_forked(_: object) -> Any:
+    """The command, whose instances are forked; its exit status."""
+    from forked_programs import Popen
+
+    subprocess.Popen, sys.argv[1:], tempfile.tempdir = Popen, ["prove"], None  # type: ignore[misc]
+    try:
+        cli.main()
+    except SystemExit as ended:
+        return ended.code
 
 
 @needs_vllm
-def test_a_killed_instance_is_named_in_one_line() -> None:
-    with begun() as (command, (_, reader), folder):
-        os.kill(reader, signal.SIGKILL)
-        status, _ = command.wait()
-        said = command.said().splitlines()[-1]
-        assert (status, said) == (1, "vcache: reader: ended with code -9")
-        assert not with_words(folder)
+@pytest.mark.parametrize(
+    ("who", "how", "status", "said"),
+    [
+        ("itself", signal.SIGINT, 130, ""),
+        ("an instance", signal.SIGKILL, 1, "vcache: reader: ended with code -9"),
+    ],
+)
+def test_what_ends_it_leaves_nothing_behind(
+    tmp_path: Path, who: str, how: signal.Signals, status: int, said: str
+) -> None:
+    with (
+        temporary() as (folder, places),
+        Worker(
+            home(), object, log=tmp_path / "log", environment=vllm_cases.changed(places)
+        ) as command,
+    ):
+        command.tell(prove_forked)
+        eventually(lambda: "writer starts" in command.log, START_SECONDS)
+        _, _, reader = started = children_of(command.pid)
+        os.kill(command.pid if who == "itself" else reader, how)
+        assert command.answer() == status
+        assert command.log.splitlines()[-1].startswith(said)
+        assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
         assert not [*folder.glob("vcache-prove-*")]
 
 

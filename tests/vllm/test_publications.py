@@ -9,17 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from in_place_cases import (
-    BLOCK,
-    CHUNK,
-    EACH,
-    Engine,
-    Make,
-    engine,
-    here,
-    make,
-    new_tokens,
-)
+from in_place_cases import BLOCK, CHUNK, EACH, Engine, Make, engine, here, make, new_tokens
 from vllm_cases import needs_vllm
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")

@@ -153,9 +153,7 @@ def test_without_the_server_that_knew_the_promise_nobody_waits(here: Node) -> No
 
 
 @pytest.mark.parametrize(
-    ("here", "mishap"),
-    [("in_place", "stopped"), ("pool", "killed")],
-    indirect=["here"],
+    ("here", "mishap"), [("in_place", "stopped"), ("pool", "killed")], indirect=["here"]
 )
 def test_an_owner_killed_or_stopped_in_the_middle_costs_no_token(here: Node, mishap: str) -> None:
     """A stopped one keeps its connection: it is silent, and nobody waits for its other promises."""

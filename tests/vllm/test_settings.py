@@ -159,10 +159,7 @@ def test_the_connector_of_others_is_theirs_whatever_they_call_their_engines() ->
 @needs_vllm
 @pytest.mark.parametrize(("registered", "lines"), [(False, 1), (True, 0)])
 def test_a_plugin_that_vllm_was_told_not_to_load_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    registered: bool,
-    lines: int,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, registered: bool, lines: int
 ) -> None:
     """Where vLLM loads our connector, in the front end."""
     monkeypatch.setenv("VLLM_PLUGINS", "lora_filesystem_resolver")

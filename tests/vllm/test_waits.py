@@ -131,9 +131,7 @@ AGAIN = {
     "the server is slow": Case(LATE, LookupDecision(RETRY), later=BOUND),
     "the server is stopped": Case(LATE, miss("late"), later=BOUND + LAST_SECONDS + 0.1),
     "the state may still come": Case(
-        answer(4),
-        LookupDecision(WAIT, wait=replace(WAITS, gone=NOW)),
-        rules=STATES,
+        answer(4), LookupDecision(WAIT, wait=replace(WAITS, gone=NOW)), rules=STATES
     ),
     "it came behind the chunks": Case(
         answer(4),

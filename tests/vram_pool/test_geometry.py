@@ -7,10 +7,7 @@ import torch
 from torch import Tensor
 
 from vcache_backend.errors import LayoutError
-from vcache_backend.vram_pool.copies.geometry import (
-    PagedKV,
-    Share,
-)
+from vcache_backend.vram_pool.copies.geometry import PagedKV, Share
 
 BLOCKS, BLOCK, HEADS, DIM = 10, 16, 8, 64
 PAGE = BLOCK * HEADS * DIM * 2

@@ -53,12 +53,7 @@ def test_a_segment_is_locked_while_a_tensor_lives(cuda: FakeCuda, quiet: None, n
 
 
 @pytest.mark.parametrize(
-    "call",
-    [
-        "cuDevicePrimaryCtxRetain",
-        "cuCtxPushCurrent",
-        "cuMemHostRegister",
-    ],
+    "call", ["cuDevicePrimaryCtxRetain", "cuCtxPushCurrent", "cuMemHostRegister"]
 )
 def test_a_segment_that_failed_leaves_nothing(cuda: FakeCuda, quiet: None, call: str) -> None:
     with create(HOST, MIB) as owned:
