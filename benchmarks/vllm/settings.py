@@ -104,7 +104,7 @@ def lmcache_server(
         "supported-transfer-mode": mode,
     }
     if mode == "engine_driven":
-        given["shm-name"] = f"bench{ports[0]}"
+        given |= {"shm-name": f"bench{ports[0]}", "worker-reap-timeout-seconds": 0}
     told = [str(part) for key, value in given.items() for part in (f"--{key}", value)]
     told += ["--disable-observability", *(["--no-l1-use-lazy"] if "shm-name" in given else [])]
     command = module("lmcache.cli.main", "server", *told)

@@ -37,6 +37,11 @@ class Guarded:
         self.tracks = hasattr(connector, "request_trackers")
         """LMCache's: notes each request's blocks, and keeps what a look-up has found from eviction
         until it hears of the blocks."""
+        try:
+            if adapter := getattr(connector, "worker_adapter", None):
+                _fence_stores(adapter)
+        except AttributeError as error:
+            self.fail(f"vcache does not know this version: {error}")
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -91,6 +96,31 @@ def misfits(kinds: Iterable[type], hybrid: bool) -> Iterator[str]:
             yield f"{kind.__name__} does not know vLLM's hybrid KV cache manager: {how}"
         if kind.__name__ == "OffloadingConnector" and not compat.tells_of_sleep():
             yield "OffloadingConnector beside VCacheConnector needs vLLM 0.33"
+
+
+def _fence_stores(adapter: Any) -> None:
+    """Keep LMCache's server from taking for written what this worker has not written.
+
+    Through shared memory LMCache (0.5.3 to 0.5.6) stores in the background, right into the memory
+    of its server. A late store would write to the memory of a server that has died and commit to
+    the next one; and what is not committed, a server commits when the worker unregisters."""
+    register, shutdown = adapter._send_register_kv_caches_request, adapter.shutdown
+
+    def register_again(*args: Any, **kwargs: Any) -> None:
+        if old := getattr(adapter.transfer_ctx, "_engine_driven_context", None):
+            old._shm_buffer = None  # stores that have not begun to write fail
+        register(*args, **kwargs)
+        new = getattr(adapter.transfer_ctx, "_engine_driven_context", None)
+        if type(new).__name__ == "EngineDrivenContextPickle":
+            how = "start its server with --no-l1-use-lazy and --shm-name (docs/lmcache.md)"
+            log.warning("LMCache pickles KV, which is slow: %s", how)
+
+    def leave() -> None:
+        if hasattr(adapter.transfer_ctx, "_engine_driven_context"):
+            adapter.instance_id = adapter.transfer_ctx._instance_id = 0  # nobody's
+        shutdown()
+
+    adapter._send_register_kv_caches_request, adapter.shutdown = register_again, leave
 
 
 def maps(other: Any) -> bool:

@@ -62,7 +62,7 @@ class Beside:
         told = f"server --host 127.0.0.1 --port {self.port} --http-port {self.http} --chunk-size {CHUNK}"
         told += f" --l1-size-gb {MEMORY_GB} --no-l1-use-lazy --shm-name {self.port}"
         told += " --eviction-policy LRU --supported-transfer-mode engine_driven"
-        told += " --disable-observability"
+        told += " --worker-reap-timeout-seconds 0 --disable-observability"
         log = self.here.folder / f"lmcache-{self.port}.log"
         self.server = Worker(vllm_cases.home(), object, name="lmcache", log=log)
         self.here.undo.enter_context(self.server)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,3 +35,36 @@ def test_what_lmcache_has_answered_before_is_forgotten() -> None:
     for name in ("asked", "new"):
         child.forget_answers(name)
     assert told.num_stored_tokens == 0
+
+
+def test_what_lmcache_has_not_written_is_not_committed(caplog: pytest.LogCaptureFixture) -> None:
+    """Nor written to the memory of a server that has died, once there is another one."""
+    shm = pytest.importorskip("lmcache.v1.multiprocess.transfer_context.shm")
+    from lmcache.v1.multiprocess.transfer_context.pickle import EngineDrivenContextPickle
+
+    left: list[int] = []
+    adapter = SimpleNamespace(instance_id=7, transfer_ctx=None)
+    adapter.shutdown = lambda: left.extend((adapter.instance_id, adapter.transfer_ctx._instance_id))
+    adapter._send_register_kv_caches_request = lambda context: vars(adapter).update(
+        transfer_ctx=SimpleNamespace(_engine_driven_context=context, _instance_id=7)
+    )
+    Guarded(SimpleNamespace(worker_adapter=adapter))
+    memory = Path(f"/dev/shm/vcache-test-{os.getpid()}")
+    memory.write_bytes(bytes(64))
+    dead, new = (shm.EngineDrivenContextShm(None, None, 1.0, memory.name, 64) for _ in "12")
+    memory.unlink()
+    slots = [{"offset": 0, "length": 4, "shape": [1], "dtype": "float32"}]
+    for context in (dead, new):
+        adapter._send_register_kv_caches_request(context)
+        assert context._build_slot_tensors(slots)
+    with pytest.raises(RuntimeError, match="not initialized"):
+        dead._build_slot_tensors(slots)
+    assert not caplog.messages
+    adapter._send_register_kv_caches_request(EngineDrivenContextPickle(None, None, 1.0))
+    assert "LMCache pickles KV" in caplog.text
+    adapter.shutdown()
+    assert left == [0, 0]
+
+
+def test_an_lmcache_with_other_parts_is_out_of_use() -> None:
+    assert Guarded(SimpleNamespace(worker_adapter=object())).off_at
