@@ -1,4 +1,4 @@
-"""What an indexer of DeepSeek V3.2 and V4 chooses, without chance: all instances then compute alike.
+"""What an indexer of DeepSeek V3.2 and V4 chooses, without chance: all instances compute alike.
 
 In a module of its own, since vLLM hands functions to its workers by name."""
 
