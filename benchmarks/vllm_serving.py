@@ -42,7 +42,7 @@ from .results import Clock
 from .serving import workloads
 from .serving.client import LATE, send
 from .serving.router import POLICIES, Arm, way
-from .serving.servers import START_SECONDS, Servers
+from .serving.servers import Servers
 from .serving.summary import Figures, apart, compared, rows_of
 from .serving.systems import MODEL, SIZES, SYSTEMS, Sizes
 from .serving.trace import conversations
@@ -129,7 +129,7 @@ def _shaped(name: str, plan: Plan) -> tuple[str, Plan]:
 
 def _start(servers: Servers, sizes: Sizes, clock: Clock) -> None:
     """Wait for the servers, and warm them up. Raises ChildFailed for servers that do not start."""
-    took = servers.wait(min(START_SECONDS, clock.left))
+    took = servers.wait(clock.left)
     print(f"{servers.name}: {len(servers.ports)} servers up after {took:.0f} s", flush=True)
     for error in _warm(servers, sizes.plan)[:3]:
         print(f"{servers.name}: warm-up: {error}", flush=True)

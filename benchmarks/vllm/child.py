@@ -11,6 +11,8 @@ from typing import Any
 
 from vcache_backend.prove.instance import SECONDS, Serving, main
 
+from .alike import choose_alike
+
 if find_spec("triton"):  # Without a GPU there may be none.
     from triton.runtime.autotuner import Autotuner
 
@@ -26,7 +28,7 @@ class Measured(Serving):
 
     def __init__(self, arguments: dict[str, Any], dummy: bool) -> None:
         super().__init__(arguments, dummy)
-        self._llm.apply_model(order_choices)
+        self._llm.apply_model(choose_alike)
 
     def beside(
         self, others: list[list[int]], tokens: list[list[int]], extra: dict[str, Any]
@@ -84,21 +86,6 @@ class Measured(Serving):
         self._engine.abort_request(names)
         while self._engine.has_unfinished_requests():
             self._engine.step()
-
-
-def order_choices(model: Any) -> None:
-    """In vLLM's worker: put the tokens that a layer's indexer chooses (DeepSeek V3.2 and V4) in
-    order. By itself its kernel's thread blocks race, and sums over the tokens differ in the last
-    bit from run to run."""
-
-    def ordered(_: Any, given: Any, chosen: Any) -> None:
-        rows = chosen[: len(given[0])]
-        last = rows.masked_fill(rows < 0, 1 << 30).sort(dim=-1).values
-        rows.copy_(last.masked_fill(last == 1 << 30, -1))
-
-    for module in model.modules():
-        if type(module).__name__ == "SparseAttnIndexer":
-            module.register_forward_hook(ordered)
 
 
 if __name__ == "__main__":

@@ -129,12 +129,12 @@ class AwaitedLoads:
         self._settled = output
         kept = set[str]()
         for request_id in output.finished_recving:
-            if self._told[request_id] > 0:
-                self._told[request_id] -= 1
-            else:
+            told = self._told.pop(request_id, 0)
+            if told > 1:
+                self._told[request_id] = told - 1
+            elif not told:
                 self.waiting.pop(request_id, None)
                 kept.add(request_id)
-        self._told = +self._told
         output.finished_recving = kept
 
     def tell(self, output: Any, numbers: Callable[[int], bool]) -> None:

@@ -92,7 +92,7 @@ class Lookups:
             self.forget(tracked)
             named, lookup.probe = 0, None
         if not named:
-            own = own[unit - 1 :: unit]
+            own = own[unit - 1 :: unit] if unit > 1 else own
             lookup.named = block_hashes(own, *lookup.computed_with)
             lookup.last = own[-1] if own else b""
         return True
@@ -119,18 +119,17 @@ class Lookups:
         own = tracked.request.block_hashes[scale - 1 + first * scale : stop * scale : scale]
         return block_hashes(own, *tracked.lookup.computed_with or ())
 
-    def tail(self, tracked: Tracked, tokens: int) -> bytes:
-        """The name of what the request's first `tokens` tokens, without the last one, have behind
-        their last whole block; empty if they have nothing there, or no name. `name` must have
-        returned True."""
+    def tail(self, tracked: Tracked, tokens: int) -> tuple[int, bytes]:
+        """The number of the block behind the whole ones of the request's first `tokens` tokens, and
+        the name of what they have there without the last one; empty if they have nothing there, or
+        no name. `name` must have returned True."""
         request, block = tracked.request, self._context.hash_block
         whole = tokens // block
-        tokens -= 1
-        if whole * block >= tokens or not self._context.has_tail(request):
-            return b""
-        behind = request.all_token_ids[whole * block : tokens]
+        if whole * block >= tokens - 1 or not self._context.has_tail(request):
+            return whole, b""
+        behind = request.all_token_ids[whole * block : tokens - 1]
         made = tail_hash(request.block_hashes[whole - 1], behind)
-        return block_hashes([made], *tracked.lookup.computed_with or ())
+        return whole, block_hashes([made], *tracked.lookup.computed_with or ())
 
     def keys(self, tracked: Tracked, first: int, stop: int) -> list[ChunkKey]:
         """The keys (of rank 0) of the request's chunks [first, stop). `name` must have returned
@@ -281,7 +280,7 @@ class Lookups:
                 continue
             if reply.cut:
                 return self._ask(client, tracked, first)
-            if tracked.promise.early and _is_queued(question, reply):
+            if reply.coming is not None and tracked.promise.early and _is_queued(question, reply):
                 # The other request is still queued, and this one begins.
                 continue
             asked = question.first, question.most
@@ -326,9 +325,10 @@ class Lookups:
         each, begin, lookup = context.names, first * context.names, tracked.lookup
         promise = tracked.promise.number if tracked.promise.early else 0
         stop = lookup.chunks if own is None else len(tracked.request.block_hashes)
-        tail = self.tail(tracked, lookup.most + 1) if context.reads_tails else b""
-        if tail:
-            stop = lookup.most // context.hash_block
+        tail = b""
+        if context.reads_tails:
+            whole, tail = self.tail(tracked, lookup.most + 1)
+            stop = whole if tail else stop
         return Find(
             context.prefix,
             self.hashes(tracked, begin, stop, context.unit) + tail,

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from operator import is_
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vcache_backend.protocol.messages import (
     GENERATION_BYTES,
@@ -30,6 +30,9 @@ from vcache_backend.vram_pool.generations import VOID, Generations
 from .blocks import NUMBERS, TrackedBlockPool, hashes_of
 from .metadata import PublicationSpec
 from .requests import BEGINS, LATER, UNLOADED, Tracked
+
+if TYPE_CHECKING:
+    from .lookups import Lookups
 
 
 class CachedRun(NamedTuple):
@@ -83,9 +86,8 @@ class Publications:
         """Since the last `publish`, and runs of requests that are not trusted yet."""
         self._begun: list[Tracked] = []
         """Requests that begin in the step being planned."""
-        self._tails: list[tuple[Tracked, int, bytes]] = []
-        """Requests whose prompts the step being planned completes, with the number of the block
-        that is not whole, and its name."""
+        self._tails: list[Tracked] = []
+        """Requests whose prompts the step being planned completes, for other instances."""
         self.pool = TrackedBlockPool(self.generations)
 
     def hear(self, reply: Reply) -> None:
@@ -117,11 +119,11 @@ class Publications:
         self.epoch = heard
         return True
 
-    def filled(self, table: int, first: int, hashes: bytes, numbers: array[int]) -> BlockRun:
+    def filled(self, table: int, first: int, hashes: bytes, numbers: Sequence[int]) -> BlockRun:
         """Give blocks of the table, from number `first` on, a generation. Returns them as a run to
         be published once they are written."""
         generation = self.generations.filled(numbers).to_bytes(GENERATION_BYTES, "little")
-        packs = numbers.tobytes(), generation * len(numbers)
+        packs = array(NUMBERS, numbers).tobytes(), generation * len(numbers)
         return BlockRun(table, first, hashes, *packs)
 
     def on_load(self, tracked: Tracked, had: int) -> None:
@@ -135,10 +137,9 @@ class Publications:
         tracked.in_place.loaded = UNLOADED
         self.generations.void(left)
 
-    def on_prompt(self, tracked: Tracked, number: int, name: bytes) -> None:
-        """Note that the step being planned computes a prompt's last tokens, in block `number` of
-        the only table, for another instance."""
-        self._tails.append((tracked, number, name))
+    def on_prompt(self, tracked: Tracked) -> None:
+        """Note that the step being planned computes a prompt's last tokens for another instance."""
+        self._tails.append(tracked)
 
     def on_cached(
         self,
@@ -189,14 +190,13 @@ class Publications:
         self,
         requests: Mapping[str, Tracked],
         allowed: Callable[[Tracked], int | None],
-        hashes: Callable[[Tracked, int, int, int], bytes],
+        lookups: Lookups,
     ) -> list[PublicationSpec]:
         """Make the publications of a step that has been planned: of all blocks that vLLM has cached
         since the last call.
 
-        allowed: the blocks of how many leading hashes a request may publish; None: not yet. hashes:
-        of a request's blocks [first, stop) of a table, for others, by the table's `scale`. Blocks
-        that build on a void block stay void."""
+        allowed: the blocks of how many leading hashes a request may publish; None: not yet.
+        lookups: names the blocks. Blocks that build on a void block stay void."""
         if not (self._cached or self._begun or self._tails):
             return []
         soon, later, kept = list[BlockRun](), list[BlockRun](), list[CachedRun]()
@@ -211,11 +211,11 @@ class Publications:
             if most is None:
                 kept.append(run)
             elif self._builds_on_right(tracked):
-                numbers = array(NUMBERS, [block.block_id for block in run.blocks])
+                numbers = [block.block_id for block in run.blocks]
                 scale, length = self.tables[run.table].scale, len(numbers)
                 count = min(length, max(0, most // scale - run.first))
                 stop = run.first + count
-                named = hashes(tracked, run.first, stop, scale) if count else b""
+                named = lookups.hashes(tracked, run.first, stop, scale) if count else b""
                 made = self.filled(run.table, run.first, named, numbers)
                 state.filled[run.table] = run.first + length
                 if count:
@@ -225,18 +225,21 @@ class Publications:
                     told.append(made if count == length else made.cut(0, count))
         self._cached = kept
         while self._tails:
-            tracked, number, name = self._tails.pop()
+            tracked = self._tails.pop()
             if allowed(tracked) and self._builds_on_right(tracked):
-                block = tracked.store.block_tables[self._numbers[0]][number : number + 1]
-                soon.append(self.filled(0, number, name, block))
-                self.pool.keep(block[0])
+                number, name = lookups.tail(tracked, tracked.request.num_prompt_tokens)
+                if name:
+                    block = tracked.store.block_tables[self._numbers[0]][number : number + 1]
+                    soon.append(self.filled(0, number, name, block))
+                    self.pool.keep(block[0])
         while self._begun:
             # Now: later a window may have passed, and its blocks be somebody else's.
             tracked = self._begun.pop()
-            if allowed(tracked) is None:
-                tracked.in_place.evicted = LATER
-            else:
-                self._builds_on_right(tracked)
+            if tracked.in_place.publishes and tracked.in_place.evicted == BEGINS:
+                if allowed(tracked) is None:
+                    tracked.in_place.evicted = LATER
+                else:
+                    self._builds_on_right(tracked)
         specs = (soon, False), (later, True)
         return [PublicationSpec(runs, self.epoch, waits) for runs, waits in specs if runs]
 

@@ -127,6 +127,8 @@ class Resets:
         self._just_reset &= meta.idle and not meta.loads
         if self.clearing:
             meta.echoes.add(self.number)
+        if not beginning:
+            return
         foreign = any(one.whole > one.tracked.supplied for one in beginning)
         if foreign:
             self._foreign = next(self._echoes)

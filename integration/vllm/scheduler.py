@@ -249,7 +249,8 @@ class VCacheScheduler:
     def describe(self, output: Any) -> StepMetadata:
         """Describe the step `output` for the workers: loads, stores, and blocks with a new
         owner."""
-        self._promises.rate.look()
+        if self._promises.rate.measured is not None:
+            self._promises.rate.look()
         self._learn()
         meta = self._metadata(output)
         for name in output.preempted_req_ids or ():

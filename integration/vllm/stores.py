@@ -129,7 +129,7 @@ class StorePlanner:
             stop = min(span.first + span.length, most // scale)
             if first < stop:
                 begin = span.at - span.first
-                numbers = array(NUMBERS, blocks[begin + first : begin + stop])
+                numbers = blocks[begin + first : begin + stop]
                 hashes = self._lookups.hashes(tracked, first, stop, scale)
                 runs.append(own.filled(span.table, first, hashes, numbers))
                 filled += len(numbers)
@@ -164,7 +164,7 @@ class StorePlanner:
                 self._compute(begins.tracked, begins.computed, reached, meta)
         if self._publications is not None and self._context.stores:
             allowed = partial(self._may_publish, {})
-            meta.publications = self._publications.publish(requests, allowed, self._lookups.hashes)
+            meta.publications = self._publications.publish(requests, allowed, self._lookups)
 
     def take_completed(self) -> list[tuple[list[ChunkKey], list[int]]]:
         """In place: the chunks that steps have completed since the last call, and their blocks."""
@@ -211,28 +211,33 @@ class StorePlanner:
     ) -> None:
         """Plan the step of requests that ran before."""
         scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
-        resumed, left = cached.resumed_req_ids, self._idle_tokens
-        left -= max(scheduled.values(), default=0)
+        resumed, names, left = cached.resumed_req_ids, cached.req_ids, self._idle_tokens
         # Whether no request completes anything, as in most steps.
-        idle = left > 0 and not resumed and cached.req_ids == self._idle
-        self._idle_tokens = left if idle else inf
+        idle = left > 0 and not resumed and names == self._idle
+        if idle:
+            new = output.scheduled_new_reqs
+            left -= max(map(scheduled.get, names) if new else scheduled.values(), default=0)
+            idle = left > 0
         if idle and not any(cached.new_block_ids):
+            self._idle_tokens = left
             return
-        known = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
-        for name, computed, added in known:
+        left = left if idle else inf
+        for name, computed, added in zip(
+            names, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
             if added is not None and self._copies:
                 meta.fresh += added
             if (idle and added is None) or (tracked := requests.get(name)) is None:
                 continue
             store, reached = tracked.store, computed + scheduled[name]
-            if name in resumed:
+            if resumed and name in resumed:
                 self._begin(beginning[name])
             elif added is not None:
                 store.extend(added)
             if added is not None or resumed or reached >= store.idle_until:
                 self._compute(tracked, computed, reached, meta)
-            self._idle_tokens = min(self._idle_tokens, store.idle_until - reached)
-        self._idle = cached.req_ids
+            left = min(left, store.idle_until - reached)
+        self._idle, self._idle_tokens = names, left
 
     def _may_store(self, tracked: Tracked) -> bool:
         return self._context.stores and tracked.params.store and not self._context.refused
@@ -280,10 +285,7 @@ class StorePlanner:
         own, request = self._publications, tracked.request
         if own is None or not self._context.tails or request.max_tokens != 1 or request.resumable:
             return
-        tokens = request.num_prompt_tokens
-        named = self._may_store(tracked) and self._lookups.name(tracked)
-        if named and (name := self._lookups.tail(tracked, tokens)):
-            own.on_prompt(tracked, tokens // self._context.hash_block, name)
+        own.on_prompt(tracked)
 
     def _complete(self, tracked: Tracked, before: int, meta: StepMetadata) -> None:
         """Store the chunks that the step completes. before: the tokens before the step.

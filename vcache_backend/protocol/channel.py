@@ -56,17 +56,21 @@ class Sent(Generic[R]):
 
     def arrives(self, seconds: float) -> bool:
         """Wait for the answer for `seconds`. A late answer does not end the connection."""
-        if not self.over:
+        if self.reply is None and not self.lost:
             try:
-                self._channel._collect(self, seconds, drops=False)
+                self._channel._exchange(self, seconds, drops=False)
             except ServerUnavailable:  # `suppress` takes a scheduler 13 us more
                 return self.over
-        return self.over
+        return True
 
     def answer(self, seconds: float | None = None) -> R:
         """Wait for the answer for `seconds`; None: for the time of a call."""
-        if not self.over:
-            self._channel._collect(self, seconds)
+        if self.reply is None and not self.lost:
+            try:
+                self._channel._exchange(self, seconds)
+            except ServerUnavailable:
+                if self.reply is None:
+                    raise
         if isinstance(self.reply, self.kind):
             return self.reply
         if isinstance(self.reply, m.Error):
@@ -83,6 +87,7 @@ class Channel:
     def __init__(self, path: Path, config: ClientConfig, hello: m.Hello, reconnect: bool) -> None:
         """Try to connect once. An absent server raises nothing; call `require` for an error."""
         self._path, self._config, self._hello = path, config, hello
+        self.request_seconds = config.request_seconds
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._link: ServerLink | None = None
@@ -188,10 +193,6 @@ class Channel:
             raise
         return reply, fds
 
-    @property
-    def request_seconds(self) -> float:
-        return self._config.request_seconds
-
     def _send(self, request: m.Request, kind: type[R], seconds: float) -> Sent[R]:
         """Send a request within `seconds`. The answer is read later."""
         data, sent = sockets.encode(request), Sent(self, request, kind)
@@ -199,17 +200,9 @@ class Channel:
         self._exchange(sent, seconds, drops=False, data=data, reads=False)
         return sent
 
-    def _collect(self, sent: Sent[Any], seconds: float | None = None, drops: bool = True) -> None:
-        """Wait until the answer has arrived, or can no longer arrive. See `_exchange`."""
-        try:
-            self._exchange(sent, seconds, drops)
-        except ServerUnavailable:
-            if sent.reply is None:
-                raise
-
     def _read_unread(self, link: ServerLink, deadline: float, last: Sent[Any]) -> None:
         """Read answers to earlier requests, up to the answer to `last`. Called under the lock."""
-        while not last.over:
+        while last.reply is None and not last.lost:
             sent = self._unread[0]
             reply = link.read(deadline, sent.received)
             if not isinstance(reply, (sent.kind, m.Error)):
@@ -233,9 +226,10 @@ class Channel:
         """Send `data` with `fds`, unless empty, and read answers up to the answer to `sent`
         (`reads`): under the lock, by a deadline. A failure drops the connection; with `drops`,
         lateness does, too."""
-        seconds = self._config.request_seconds if seconds is None else seconds
+        seconds = self.request_seconds if seconds is None else seconds
         deadline = time.perf_counter() + seconds
-        self.require()
+        if self._link is None or os.getpid() != self._pid:
+            raise ServerUnavailable(self._down)
         if not self._lock.acquire(timeout=max(0.0, seconds)):
             raise ServerTimeout(
                 f"{_named(sent.request)} waited {seconds:.3g} s for other calls to the metadata "

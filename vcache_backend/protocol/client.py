@@ -156,7 +156,9 @@ class Client(Channel):
         heartbeat sends the counts, to this server or the next. If the heartbeat's answer is late,
         the counts are sent twice."""
         with self._telling:
-            self._untold.update(counts, asked=asked, found=found)
+            # A fifth of the time of `update`.
+            for name, count in (("asked", asked), ("found", found), *counts.items()):
+                self._untold[name] += count
 
     def stats(self) -> m.ServerStats:
         return self._call(m.Stats(), m.ServerStats)

@@ -176,7 +176,7 @@ class ServerLink:
         message, fds = self._receive(deadline)
         if received is not None:
             received += fds
-        else:
+        elif fds:
             close_fds(fds)
         if not message:
             raise ConnectionError("the server closed it")

@@ -32,7 +32,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
-from hashlib import blake2b, sha256
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -124,19 +124,22 @@ class TokenHasher:
 def block_hashes(hashes: Sequence[bytes], *computed_with: bytes) -> bytes:
     """Make the hashes of blocks, `HASH_BYTES` each. hashes: vLLM's, SHA-256. computed_with: digests
     of 32 bytes, for example `adapter_digest`; empty digests do not count."""
-    whole = np.frombuffer(b"".join(hashes), dtype="<u8")
-    made: npt.NDArray[np.uint64] = whole.reshape(-1, 4)[:, :2]
-    if any(computed_with):
-        made = made ^ np.frombuffer(_mask(*filter(None, computed_with)), dtype="<u8")
-    return made.tobytes()
+    if len(hashes) < 32:  # numpy would take longer
+        made = b"".join([one[:HASH_BYTES] for one in hashes])
+    else:
+        made = np.frombuffer(b"".join(hashes), dtype=f"V{HASH_BYTES}")[::2].tobytes()
+    if not any(computed_with):
+        return made
+    mask = np.frombuffer(_mask(*filter(None, computed_with)), dtype="<u8")
+    masked: npt.NDArray[np.uint64] = np.frombuffer(made, dtype="<u8").reshape(-1, 2) ^ mask
+    return masked.tobytes()
 
 
 def tail_hash(last: bytes, tokens: Sequence[int]) -> bytes:
     """Make what stands for a hash of vLLM's for a prompt's tokens behind its last whole block.
     last: vLLM's hash of this block, SHA-256. tokens: all behind it but the prompt's last one."""
-    made = sha256(b"vcache-tail-1" + last)
-    made.update(np.asarray(tokens, "<u8").tobytes())
-    return made.digest()
+    said = last + array("Q", tokens).tobytes()
+    return blake2b(said, digest_size=32, person=b"vcache-tail-1").digest()
 
 
 def _mask(*digests: bytes) -> bytes:
