@@ -312,7 +312,8 @@ class VCacheScheduler:
         """The step's metadata without stores."""
         meta = StepMetadata(self._loads, cancelled=self._cancelled)
         meta.idle = self._idle = not output.total_num_scheduled_tokens
-        meta.fresh = [load.blocks for load in self._loads]
+        if self._loads:
+            meta.fresh = [load.blocks for load in self._loads]
         self._loads, self._cancelled = [], set()
         if self._open:
             # A step that runs no model has the time to wait for the answers.
