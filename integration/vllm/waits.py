@@ -339,7 +339,8 @@ class Waits:
 
     def _lead(self, tracked: Tracked) -> bytes:
         """Empty: the request has no whole chunk behind vLLM's own cache, and nobody follows it."""
-        self._leave(tracked)
+        if tracked.wait.leads:
+            self._leave(tracked)
         name = self._named(tracked, tracked.local // self._rules.chunk_size)
         if name:
             tracked.wait.leads = name
