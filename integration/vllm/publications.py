@@ -11,7 +11,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from vcache_backend.protocol.messages import (
     GENERATION_BYTES,
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from .lookups import Lookups
 
 
-class CachedRun(NamedTuple):
+class CachedRun(msgspec.Struct, frozen=True):
     """Blocks that vLLM has put into its prefix cache: consecutive blocks of a request's block
     table, from number `first` on. table: its place in `Publications.tables`. hashes: vLLM's of
     each, with the table; empty if vLLM takes none of these blocks from a running request.
