@@ -12,7 +12,6 @@ from engine_cases import ROOMY, Node, Pair, counts, get, here, put, said, served
 from kv_cases import CHUNK, SMALL, Cache, layout_of, places, prompt
 from processes import eventually, hung
 
-from vcache_backend.engine import VCacheEngine
 from vcache_backend.vram_pool.copies.copier import Completion, CopyJob, HostCopier, Mark
 
 __all__ = ["here", "served"]
@@ -89,48 +88,7 @@ def test_whatever_a_copier_raises_is_a_miss(here: Node, caplog: pytest.LogCaptur
     assert other.lookup(prompt(CHUNK, 2)) == 0
 
 
-def restarted(here: Node, *engines: VCacheEngine) -> None:
-    """The server is killed and started again, and these engines have offered it their segments."""
-    here.server.kill()
-    here.serve()
-    client = here.client()
-    for engine in engines:
-        lost = {one.id for one in engine._session.pool.mapped()}
-        eventually(lambda lost=lost: lost <= {one.id for one in client.list_segments()})
-
-
-# ---- readers that die or hang
-
-
-@pytest.mark.parametrize("restart", [False, True])
-def test_a_late_reader_counts_nothing(here: Node, restart: bool) -> None:
-    """Hung between answer and copy, it wakes up over slots that hold other chunks. That one which
-    did not compare generations would count wrong bytes: test_soak."""
-    here.serve()
-    mine = Cache()
-    writer = here.engine("host:a", 2 * mine.chunk_bytes, layout_of(mine))
-    put(writer, mine, prompt(2 * CHUNK))
-    reader = here.worker("host:b", pauses=True)
-    reader.until_paused("retrieve", prompt(2 * CHUNK), places(SMALL, 2 * CHUNK))
-    with reader.stopped():
-        if restart:
-            restarted(here, writer)
-
-        def stored() -> bool:
-            """Once the pins have ended."""
-            put(writer, mine, prompt(2 * CHUNK, 2))
-            return writer.lookup(prompt(2 * CHUNK, 2)) == 2 * CHUNK
-
-        eventually(stored)
-    reader.resume()
-    answer = reader.answer()
-    assert answer.tokens == 0
-    stats = reader.ask("stats")
-    assert (stats["resident"]["refused"], stats["failures"]) == (1, {}), "at the first"
-    assert (stats["hits"]["vram"], stats["tokens"]["retrieved"]) == (0, 0)
-    eventually(lambda: reader.ask("stats")["connected"])
-    good = reader.ask("retrieve", prompt(2 * CHUNK, 2), places(SMALL, 2 * CHUNK))
-    assert (good.tokens, good.wrong, good.clean) == (2 * CHUNK, 0, True)
+# ---- what readers read goes
 
 
 def test_a_segment_dropped_under_running_engines_is_a_miss_and_is_unmapped(served: Node) -> None:

@@ -104,7 +104,8 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     one's. tiny: what to change of it on the CPU. block: tokens a KV block, 0: the scale's.
     value_bytes: of a number in the KV cache. arguments: of vLLM's `LLM`. ranks: tensor parallel,
     each on a GPU. tail: see `Prompts`. several: block tables. states: a chunk is one block. few:
-    lengths of prompts, if not the scale's."""
+    lengths of prompts, if not the scale's. apart: ends of layers' names, whose KV must count by
+    itself."""
 
     model: dict[str, Any] = {}
     tiny: dict[str, Any] = {}
@@ -116,6 +117,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     several: bool = False
     states: bool = False
     few: list[int] = []
+    apart: list[str] = []
 
     def of(self, scale: Scale) -> Scale:
         """The scale as instances of this kind have it: as many tokens fit into their KV cache as
@@ -178,6 +180,7 @@ KINDS = {
     # the indexer chooses what is looked at.
     "v4": Kind(
         few=[1024, 2048, 4096, 8192],
+        apart=[".indexer.k_cache", ".attn"],
         model=SHAPES["deepseek_v4"],
         block=256,
         value_bytes=8,

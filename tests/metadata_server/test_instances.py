@@ -339,27 +339,6 @@ def test_who_comes_back_has_what_it_published(alone: Stage, server: Child, reade
     assert found(reader) == 0
 
 
-# ---- resets
-
-
-def test_a_reset_forgets_what_was_computed_before_it(alone: Stage, reader: Client) -> None:
-    owner = alone.client()
-    join(owner, A)
-    show(owner, A)
-    assert publish(owner, A, 3) == 12
-    assert reader.clear(b"elsewher") == 0
-    assert found(reader) == 12
-    assert reader.clear(instance_cases.NAMESPACE, reset=True) == 12
-    assert found(reader) == 0
-    # computed before, told after
-    assert publish(owner, A, 3) == found(reader) == 0
-    epoch = owner.heartbeat().epoch
-    assert publish(owner, A, 3, epoch=epoch) == found(reader) == 12
-    told = [reader.find(find(3)), reader.find(find(1)), reader.present(instance_cases.keys(1))]
-    assert {one.epoch for one in told} == {epoch} != {0}
-    assert reader.heartbeat().epoch is None, "it is no scheduler"
-
-
 # ---- what others hold as well
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,25 +41,11 @@ def why_not_mapped(owned: OwnedSegment, reader: Device) -> str:
 @contextmanager
 def forged(kind: str) -> Iterator[int]:
     """An fd that is no segment of `NBYTES`."""
-    if kind == "plain":
-        with tempfile.TemporaryFile(dir="/var/tmp") as file:
-            os.ftruncate(file.fileno(), NBYTES)
-            yield file.fileno()
-        return
-    if kind == "device":
-        fd = os.open("/dev/null", os.O_RDWR)
-    else:
-        huge = os.MFD_HUGETLB if kind == "huge" else 0
-        fd = os.memfd_create("forged", os.MFD_ALLOW_SEALING | huge)
+    fd = os.memfd_create("forged", os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if kind == "huge" else 0))
     try:
-        if kind != "device":
-            os.ftruncate(fd, {"small": 4096, "huge": 1 << 30}.get(kind, NBYTES))
-            more = fcntl.F_SEAL_WRITE if kind == "frozen" else 0
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, 0 if kind == "unsealed" else seals.RESIZING | more)
-        if kind == "read-only":
-            readable = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
-            os.close(fd)
-            fd = readable
+        os.ftruncate(fd, {"small": 4096, "huge": 1 << 30}.get(kind, NBYTES))
+        more = fcntl.F_SEAL_WRITE if kind == "frozen" else 0
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, 0 if kind == "unsealed" else seals.RESIZING | more)
         yield fd
     finally:
         os.close(fd)

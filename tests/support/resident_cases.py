@@ -14,7 +14,7 @@ import neighbour_cases
 import numpy as np
 import torch
 from engine_cases import Copied, Node
-from kv_cases import CHUNK, SMALL, Cache, layout_of
+from kv_cases import CHUNK, SMALL, Cache, layout_of, prompt
 from neighbour_cases import Owner, instance, mapped
 from processes import PATIENT, Worker, eventually
 from torch import Tensor
@@ -156,3 +156,11 @@ class Reader:
         """These owners have shown all."""
         for name in names:
             eventually(lambda name=name: self.neighbours.get(instance(name)))  # type: ignore[misc]
+
+
+def beside(here: Node, chunks: int, **more: Any) -> tuple[Owner, Reader, Tensor, ResidentRun]:
+    """An owner, a reader that knows it, tokens, and where the owner has computed their chunks.
+    more: of the reader.
+    """
+    one, reader, tokens = owner(here), Reader(here, **more), prompt(chunks * CHUNK)
+    return one, reader, tokens, one.compute(tokens, list(range(2 * chunks)))

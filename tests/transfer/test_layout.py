@@ -8,18 +8,10 @@ import msgspec
 import pytest
 import torch
 from kv_cases import ARRANGEMENTS, CHUNK, Cache, layout_of
+from test_keys import LAYOUT, hasher
 
 from vcache_backend.errors import LayoutError
-from vcache_backend.transfer.keys import TokenHasher
 from vcache_backend.transfer.layout import Layout
-
-LAYOUT = Layout(
-    model="m", dtype="bf16", layers=2, kv_heads=2, head_dim=8, block_size=16, kv_layout="x"
-)
-
-
-def hasher(layout: Layout = LAYOUT) -> TokenHasher:
-    return TokenHasher(layout.namespace(), 4)
 
 
 @pytest.mark.parametrize("field", [name for name in LAYOUT.__struct_fields__ if name != "extra"])

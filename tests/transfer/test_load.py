@@ -10,9 +10,9 @@ import torch
 from engine_cases import Node
 from engine_cases import fresh as here
 from kv_cases import CHUNK, prompt
-from neighbour_cases import Owner, kv_mapped
+from neighbour_cases import kv_mapped
 from processes import Worker, eventually
-from resident_cases import Reader, owner, owner_apart
+from resident_cases import Reader, beside, owner_apart
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.protocol.messages import ResidentRun
@@ -20,14 +20,6 @@ from vcache_backend.resident.mappings import Neighbours
 from vcache_backend.vram_pool.generations import GenerationView
 
 __all__ = ["here"]
-
-
-def beside(here: Node, chunks: int, **more: Any) -> tuple[Owner, Reader, torch.Tensor, ResidentRun]:
-    """An owner, a reader that knows it, tokens, and where the owner has computed their chunks.
-    more: of the reader.
-    """
-    one, reader, tokens = owner(here), Reader(here, **more), prompt(chunks * CHUNK)
-    return one, reader, tokens, one.compute(tokens, list(range(2 * chunks)))
 
 
 # ---- the end of an owner, and of a load

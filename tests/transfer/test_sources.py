@@ -8,30 +8,20 @@ import struct
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from engine_cases import Node, node
 from engine_cases import fresh as here
 from kv_cases import CHUNK, prompt
-from neighbour_cases import EACH, Owner, held_up, instance
+from neighbour_cases import EACH, held_up, instance
 from processes import QUICK, SECONDS, asked, eventually
-from resident_cases import Reader, owner, owner_apart
+from resident_cases import Reader, beside, owner, owner_apart
 
 from vcache_backend.protocol.messages import ResidentRun
 from vcache_backend.transfer import load as loads
 
 __all__ = ["here"]
 ROOM = 1 << 20
-
-
-def beside(here: Node, chunks: int, **more: Any) -> tuple[Owner, Reader, torch.Tensor, ResidentRun]:
-    """An owner, a reader that knows it, tokens, and where the owner has computed their chunks.
-    more: of the reader.
-    """
-    one, reader, tokens = owner(here), Reader(here, **more), prompt(chunks * CHUNK)
-    return one, reader, tokens, one.compute(tokens, list(range(2 * chunks)))
 
 
 def only(there: ResidentRun, *chunks: int) -> list[ResidentRun]:

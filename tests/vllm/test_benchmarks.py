@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 from vllm_cases import forking, missing, needs_vllm
 
 from benchmarks.results import Row, read
@@ -38,6 +39,15 @@ def test_a_byte_that_is_flipped_in_the_owners_kv_cache_is_seen(tmp_path: Path) -
     right = ("inplace_flipped_byte_caught", "inplace_pooled_chunks")
     assert [found[case].ok for case in right] == [True, True]
     assert "inplace_async_ttft_4k" in found
+
+
+def test_of_equal_scores_an_indexer_chooses_the_first_ones_in_order() -> None:
+    from benchmarks.vllm.child import choose
+
+    scores = torch.tensor([[9.0, 1, 2, 2, 3, 2, 9], [9.0, -torch.inf, 9, 9, 9, 9, 9]])
+    chosen = torch.full((2, 3), 7, dtype=torch.int32)
+    choose(scores, torch.tensor([1, 1]), torch.tensor([6, 3]), chosen)
+    assert chosen.tolist() == [[1, 2, 3], [0, 1, -1]]
 
 
 @pytest.mark.skipif(bool(NO_SERVER), reason=NO_SERVER or "vLLM is here")

@@ -4,22 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_layer_tensor import BLOCK, BLOCKS, DIM, HEADS, PAGE, kv
 from torch import Tensor
 
 from vcache_backend.errors import LayoutError
 from vcache_backend.vram_pool.copies.geometry import PagedKV, Share
-
-BLOCKS, BLOCK, HEADS, DIM = 10, 16, 8, 64
-PAGE = BLOCK * HEADS * DIM * 2
-
-
-def kv(
-    *shape: int, memory: tuple[int, ...] | None = None, dtype: torch.dtype = torch.bfloat16
-) -> Tensor:
-    """A tensor of `shape` whose axes lie in memory in the order `memory`, outermost first."""
-    order = memory or tuple(range(len(shape)))
-    inverse = [order.index(axis) for axis in range(len(shape))]
-    return torch.zeros([shape[axis] for axis in order], dtype=dtype).permute(inverse)
 
 
 @pytest.mark.parametrize(

@@ -49,12 +49,9 @@ def on_gpu(cuda: FakeCuda) -> Iterator[OwnedSegment]:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("plain", r"plain file of 1,048,576 B|it has 0x1, needs 0x7"),
-        ("device", r"not a memfd but crw"),
         ("small", r"holds 4,096 B but the segment is said to have 1,048,576 B"),
         ("unsealed", r"other seals .it has 0x0, needs 0x7"),
         ("frozen", r"Operation not permitted"),
-        ("read-only", r"Permission denied"),
         ("huge", r"huge pages: .* SIGBUS"),
     ],
 )
@@ -180,12 +177,11 @@ def test_no_peer_access_is_refused_by_both_names(cuda: FakeCuda, on_gpu: OwnedSe
     assert (len(whole) > 0, cuda.holds()["mapped"]) == (True, 1)
 
 
-@pytest.mark.parametrize(("kind", "what"), [("plain", "-rw"), ("small", "-rw"), ("socket", "srw")])
-def test_other_memory_never_reaches_the_driver(cuda: FakeCuda, kind: str, what: str) -> None:
-    with socket.socket() as other, forged("plain" if kind == "socket" else kind) as file:
-        fd = other.fileno() if kind == "socket" else file
-        with pytest.raises(SegmentError, match=f"is {what}.*, not exported GPU memory"):
-            map_segment(SegmentInfo(ID, UUIDS[0], "cuda", 4 * MIB), fd, GPU0)
+def test_other_memory_never_reaches_the_driver(cuda: FakeCuda) -> None:
+    with socket.socket() as other, forged("small") as file:
+        for fd, what in ((file, "-rw"), (other.fileno(), "srw")):
+            with pytest.raises(SegmentError, match=f"is {what}.*, not exported GPU memory"):
+                map_segment(SegmentInfo(ID, UUIDS[0], "cuda", 4 * MIB), fd, GPU0)
     assert "cuMemImportFromShareableHandle" not in cuda.calls
 
 
@@ -205,8 +201,8 @@ def test_a_size_that_memory_does_not_have_is_refused(cuda: FakeCuda, on_gpu: Own
 def test_the_real_driver_refuses_an_fd_of_something_else_and_more_memory_than_there_is() -> None:
     device = devices.resolve("cuda:0")
     refused = pytest.raises(SegmentError, match=f"segment 0123456789ab of {device.name}")
-    with forged("device") as fd, refused:
-        map_segment(SegmentInfo(ID, device.name, "cuda", SIZE), fd, device)
+    with open("/dev/null", "rb") as other, refused:
+        map_segment(SegmentInfo(ID, device.name, "cuda", SIZE), other.fileno(), device)
     said = r"needs [\d,]+ B but [\d,]+ of [\d,]+ B are free; set pool.segment_bytes <= \d+"
     with pytest.raises(SegmentError, match=said):
         create(device, 4 << 40)

@@ -49,17 +49,37 @@ def scale_weights(model: Any) -> int:
     return sum(1 for _ in model.parameters())
 
 
-def flip_kv(worker: Any, offset: int, mask: int, step: int) -> None:
+def flip_kv(worker: Any, offset: int, mask: int, step: int, ends: str = "") -> None:
     """In vLLM's worker, with our connector: byte `offset` of every block's page, exclusive or
-    `mask`. step: 0: of the first layer; otherwise of all layers, and every `step` bytes further."""
+    `mask`. step: 0: of the first layer; otherwise of all layers, and every `step` bytes further.
+    ends: in place, of layers whose names end so alone."""
     import torch
 
     kv = _half()._worker.kv
     pages = [page for kind in kv.kinds for page in kind.pages]
-    for page in pages if step else pages[:1]:
+    if ends:
+        _flip_layers(worker, offset, mask, step, ends)
+    for page in [] if ends else pages if step else pages[:1]:
         page[:, offset : None if step else offset + 1 : step or 1] ^= mask
     if kv.device.type == "cuda":
         torch.cuda.synchronize(kv.device)
+
+
+def _flip_layers(worker: Any, offset: int, mask: int, step: int, ends: str) -> None:
+    """Only in blocks that are published as these layers': block tables share memory."""
+    import torch
+
+    half = _half()
+    published = half.in_place.publisher._published
+    layers = worker.vllm_config.compilation_config.static_forward_context
+    groups = [one for one in half._kv_config.kv_cache_groups if one.kv_cache_spec.prefix_cacheable]
+    for number, group in enumerate(groups):
+        blocks = ((published["generation"] > 0) & (published["table"] == number)).nonzero()[0]
+        for name in filter(lambda name: name.endswith(ends), group.layer_names):
+            cache = layers[name].kv_cache
+            page = cache[blocks.tolist()]
+            page.view(torch.uint8).flatten(1)[:, offset::step] ^= mask
+            cache[blocks.tolist()] = page
 
 
 def flush_kv(worker: Any, seconds: float) -> bool:

@@ -35,7 +35,7 @@ from vcache_backend.prove.prompts import (
 
 from ...results import OutOfTime, Row, fraction
 from ..fleet import Fleet, Run
-from ..instances import joined
+from ..instances import KINDS, joined
 
 
 def reference(child: Child, fleet: Fleet, hit: Hit) -> dict[str, Any]:
@@ -105,7 +105,10 @@ def equal(run: Run, hits: Sequence[Hit], kind: str = "") -> list[Row]:
         if how:
             wrong[hit.kind] += 1
             repeats = said(expected) == said(reference(pair.alone, fleet, hit))
+            # A's own hit reads the KV that B has copied.
+            copied = said(got) == said(ask(pair.a, hit.then, fleet.scale.answer))
             more = "" if repeats else "; the reference does not repeat itself"
+            more += f"; A's own hit {'is equal' if copied else 'differs, too'}"
             print(f"  {hit.kind}: {how}{more}", flush=True)
     lengths = [len(hit.then) for hit in hits[: len(good)]] or [0]
     what = (
@@ -175,7 +178,7 @@ def sensitive(run: Run, kind: str = "", times: int = 2) -> list[Row]:
 def flipped(run: Run, kind: str = "") -> list[Row]:
     """Flip bytes of each block of A's KV cache, from which B's answer comes in place: the
     comparison must see it, and must see nothing before and after. Of the plain kind one byte, in
-    layer 0; of others some of every page, whichever table it belongs to.
+    layer 0; of others some of every page, whichever table it belongs to, and of `Kind.apart`.
     """
     fleet, scale, pair = run.fleet, run.fleet.of(kind), Pair(run.fleet, kind)
     hit = run.prompts.whole(scale.few[-1])._replace(cached=ANY)
@@ -187,8 +190,8 @@ def flipped(run: Run, kind: str = "") -> list[Row]:
         # V of a token's first head follows its K.
         where = {"offset": 2 * scale.model["head_dim"] + 1}
 
-    def again() -> str:
-        pair.a.ask("flip", mask=MASK, **where)
+    def again(ends: str = "") -> str:
+        pair.a.ask("flip", mask=MASK, ends=ends, **where)
         pair.b.ask("reset")
         return difference(expected, ask(pair.b, hit.then, scale.answer))
 
@@ -198,4 +201,8 @@ def flipped(run: Run, kind: str = "") -> list[Row]:
         f"0x{MASK:02x}: {caught or 'equal'}; {before or 'equal'} before, {after or 'equal'} after"
     )
     right = caught.startswith("differs") and not before and not after
+    for ends in KINDS[kind].apart:
+        caught, after = again(ends), again(ends)
+        what += f"; of *{ends} alone: {caught or 'equal'}; {after or 'equal'} after"
+        right &= caught.startswith("differs") and not after
     return [fraction(joined(fleet.rows, "flipped_byte_caught", kind), [right], what)]
