@@ -38,11 +38,11 @@ import msgspec
 import numpy as np
 
 from .options import Measurement, names_of, parser
-from .results import Clock
+from .results import Clock, percentile
 from .serving import workloads
 from .serving.client import LATE, send
 from .serving.router import POLICIES, Arm, way
-from .serving.servers import START_SECONDS, Servers
+from .serving.servers import Servers
 from .serving.summary import Figures, apart, compared, rows_of
 from .serving.systems import MODEL, SIZES, SYSTEMS, Sizes
 from .serving.trace import conversations
@@ -129,7 +129,7 @@ def _shaped(name: str, plan: Plan) -> tuple[str, Plan]:
 
 def _start(servers: Servers, sizes: Sizes, clock: Clock) -> None:
     """Wait for the servers, and warm them up. Raises ChildFailed for servers that do not start."""
-    took = servers.wait(min(START_SECONDS, clock.left))
+    took = servers.wait(clock.left)
     print(f"{servers.name}: {len(servers.ports)} servers up after {took:.0f} s", flush=True)
     for error in _warm(servers, sizes.plan)[:3]:
         print(f"{servers.name}: warm-up: {error}", flush=True)
@@ -167,7 +167,8 @@ def _run(arm: Arm, servers: Servers, load: Workload, made: Measurement) -> Figur
     print(
         f"{made.clock.spent:4.0f} s  {arm.name} {load.name}: {found.throughput:.2f} requests/s "
         f"in {found.duration:.1f} s, {found.errors} errors, hit rate "
-        f"{found.hit_rate:.3f} of {load.ceiling:.3f}",
+        f"{found.hit_rate:.3f} of {load.ceiling:.3f}, TPOT {percentile(found.tpot, 10):.2f} "
+        f"to {percentile(found.tpot, 90):.2f} ms",
         flush=True,
     )
     return found

@@ -127,6 +127,7 @@ RANKS = {
     "prefix, four ranks": ("ranks", "7cf2a5da"),
     "hot, four ranks, H100s": ("ranks", "5a3c6805"),
     "chat, four ranks": ("ranks", "f4151d0b"),
+    "chat, four ranks, gpt-oss": ("ranks", "497ccee4"),
 }
 
 
@@ -285,7 +286,7 @@ EQUAL = {
     "windows (gpt-oss)": {"inplace_gpt_oss": "b451fbfe", "vllm_gptoss": "f4151d0b"},
     "states (Granite 4)": {"inplace_mamba2": "b451fbfe", "vllm_state_mamba2": "9a3182d1"},
     "short convolutions (LFM 2)": {"inplace_conv": "b451fbfe", "vllm_state_conv": "f153e5f9"},
-    "states (Qwen3-Next)": {"vllm_state_gdn": "6df87a65"},
+    "states (Qwen3-Next)": {"inplace_gdn": "36181fe9", "vllm_state_gdn": "6df87a65"},
     "tensor parallel, two ranks": {"inplace_tp2": "3211d99", "vllm_tp2": "f4151d0b"},
     "pipeline parallel, two ranks": {"inplace_pp2": "1fdf8d4a", "vllm_pp2": "bc25377"},
 }
@@ -345,25 +346,35 @@ def signed(limit: str) -> str:
 
 
 APART = {
-    "8k, one": "8k_1_128",
-    "8k, 8": "8k_8_128",
-    "8k, 16": "8k_16_128",
-    "8k, 32": "8k_32_128",
-    "8k, 8, answers of 512": "8k_8_512",
-    "32k, one": "32k_1_128",
-    "32k, 8": "32k_8_128",
+    "6892e4c1": {
+        "8k, one": "pd_{}_8k_1_128",
+        "8k, 8": "pd_{}_8k_8_128",
+        "8k, 16": "pd_{}_8k_16_128",
+        "8k, 32": "pd_{}_8k_32_128",
+        "8k, 8, answers of 512": "pd_{}_8k_8_512",
+        "32k, one": "pd_{}_32k_1_128",
+        "32k, 8": "pd_{}_32k_8_128",
+    },
+    "497ccee4": {
+        "2 + 2 servers: 8k, one": "x4_pd_{}_8k_1_128",
+        "2 + 2 servers: 8k, 8": "x4_pd_{}_8k_8_128",
+        "2 + 2 servers: 8k, 16": "x4_pd_{}_8k_16_128",
+        "2 + 2 servers: 8k, 32": "x4_pd_{}_8k_32_128",
+        "2 + 2 servers: 8k, 64": "x4_pd_{}_8k_64_128",
+    },
 }
-"""Prompts and requests in flight, and what rows call them."""
+"""By commit: servers, prompts and requests in flight, and what rows call them."""
 
 
 def prefill_and_decode() -> str:
     """Prefill apart: vcache beside NIXL."""
-    found, shown = rows("prefill-decode", "6892e4c1"), list[list[str]]()
-    for name, case in APART.items():
-        handover = found[f"pd_handover_p50_{case}"]
+    shown = list[list[str]]()
+    for commit, name, case in [(one, *each) for one in APART for each in APART[one].items()]:
+        found = rows("prefill-decode", commit)
+        handover = found[case.format("handover_p50")]
         cells = [f"{handover['value']:.1f}", f"{handover['reference']:.1f}"]
         for figure in ("handover_p50", "tpot_p50", "gap_p99", "throughput"):
-            row = found[f"pd_{figure}_{case}"]
+            row = found[case.format(figure)]
             cells.append(cell(row, row["ratio"], "{:.3f}"))
         shown.append([name, *cells, str(handover["runs"])])
     head = "prompt, in flight|handover, ms|NIXL's|÷|TPOT ÷|gap p99 ÷|requests/s ÷|runs"

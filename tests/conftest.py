@@ -50,13 +50,13 @@ if GPUS == 0:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 LONGEST = (
-    "injector soak examples injector_lmcache real_processes prove real_hits planned real_modes "
-    "multi versions real_waits bounds groups real_offload disaggregated_prefill shapes kernel "
-    "offload_tier monitor_metrics benchmarks real_in_place offload_process real_failures "
-    "doctor_model monitor_web residents instances offload_store documents packaging"
+    "injector soak monitor_metrics examples injector_lmcache real_processes real_waits prove planned "
+    "real_hits versions multi real_modes shapes disaggregated_prefill bounds benchmarks real_offload "
+    "groups kernel offload_tier real_in_place offload_process real_failures doctor_model monitor_web "
+    "residents offload_store documents packaging"
 )
 """Files of tests by the seconds that they take, the longest first; all others are short. The
-second one needs no vLLM, which the nursery imports meanwhile."""
+second and the third one need no vLLM, which the nursery imports meanwhile."""
 _NO_GPU = re.compile(r"needs \d+ GPUs?, here are")
 PROCESS = os.environ.get("PYTEST_XDIST_WORKER", "")
 """The name of this process, if pytest has several."""

@@ -42,7 +42,7 @@ def test_it_is_seen_where_a_rule_of_the_protocol_is_broken(control: Control) -> 
 
 
 def test_it_is_seen_where_readers_of_the_pool_do_not_compare_generations() -> None:
-    level = SOAK._replace(counts={"worker": 3}, stops=0.02, control_seconds=inf)
+    level = SOAK._replace(counts={"worker": 3}, stops=0.02, longest_stop=0.6, control_seconds=inf)
     assert run_control("no comparison", 7, level).wrong
 
 

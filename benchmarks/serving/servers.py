@@ -83,13 +83,14 @@ class Servers:
     def __exit__(self, *_: object) -> None:
         self._undo.close()
 
-    def wait(self, seconds: float = START_SECONDS) -> float:
-        """Until all are healthy; the seconds since their start. Raises ChildFailed for a process
-        that ended or is late, or if LMCache is slow for want of shared memory.
+    def wait(self, seconds: float) -> float:
+        """Until all are healthy, at most so long from now; the seconds since their start. Raises
+        ChildFailed for a process that ended or is late, or if LMCache is slow for want of shared
+        memory.
         """
+        until_then = min(time.monotonic() + seconds, self._started + START_SECONDS)
         for program, port in zip(self._servers, self.ports, strict=True):
-            left = seconds - (time.monotonic() - self._started)
-            program.until(partial(healthy, port), left)
+            program.until(partial(healthy, port), until_then - time.monotonic())
         for server in self._theirs:
             # It does so where /dev/shm has no room. On the CPU that is its own way, too.
             if (slow := server.said("pickle")) and not self._sizes.scale.cpu:

@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
-import torch
-
 from vcache_backend.prove.instance import SECONDS, Serving, main
+
+from .alike import choose_alike
 
 if find_spec("triton"):  # Without a GPU there may be none.
     from triton.runtime.autotuner import Autotuner
@@ -86,43 +86,6 @@ class Measured(Serving):
         self._engine.abort_request(names)
         while self._engine.has_unfinished_requests():
             self._engine.step()
-
-
-def choose_alike(model: Any) -> None:
-    """In vLLM's worker: an indexer (DeepSeek V3.2 and V4) chooses by `choose`. Its kernels' threads
-    race for the order, in which attention adds up, and for the last place if two scores are
-    equal."""
-    if not any(type(module).__name__ == "SparseAttnIndexer" for module in model.modules()):
-        return
-    from vllm import _custom_ops
-    from vllm.model_executor.layers.indexer_topk import SparseIndexerTopk
-
-    def prefill(
-        scores: Any, starts: Any, ends: Any, chosen: Any, rows: int, _: int, __: int, count: int
-    ) -> None:
-        choose(scores[:rows], starts[:rows], ends[:rows], chosen[:rows, :count])
-
-    def decode(
-        top: Any, scores: Any, lengths: Any, each: int, chosen: Any, count: int, _: int
-    ) -> None:
-        ends = top._row_ends(lengths, each, len(scores))
-        choose(scores, ends.new_zeros(len(ends)), ends, chosen[:, :count])
-
-    _custom_ops.top_k_per_row_prefill = prefill
-    SparseIndexerTopk.forward = decode
-
-
-def choose(scores: Any, starts: Any, ends: Any, chosen: Any) -> None:
-    """Write the places of the highest scores within [start, end) of each row, from `start` on and
-    in order, to `chosen`, and -1 behind them. Of equal scores the first ones count."""
-    places = torch.arange(scores.shape[1], device=scores.device)
-    outside = (places < starts[:, None]) | (places >= ends[:, None])
-    order = scores.masked_fill(outside, -torch.inf).sort(descending=True, stable=True).indices
-    order = order[:, : chosen.shape[1]]
-    none = order.new_tensor(scores.shape[1])
-    places = order.where(~outside.gather(1, order), none).sort().values
-    chosen.fill_(-1)
-    chosen[:, : order.shape[1]] = (places - starts[:, None]).where(places < none, -1)
 
 
 if __name__ == "__main__":

@@ -344,7 +344,7 @@ class Planned:
             requests = engine.scheduler.requests
             if len(requests) < 4 and choice.random() < 0.8:
                 engine.add(self.prompt(), choice.choice([1, 1, 2, 40]))
-            if requests and choice.random() < 0.04:
+            if requests and choice.random() < 0.02:
                 gone = choice.choice(list(requests))
                 engine.scheduler.finish_requests(gone, RequestStatus.FINISHED_ABORTED)
                 engine.seen["aborted"] += 1

@@ -42,7 +42,7 @@ def test_a_byte_that_is_flipped_in_the_owners_kv_cache_is_seen(tmp_path: Path) -
 
 
 def test_of_equal_scores_an_indexer_chooses_the_first_ones_in_order() -> None:
-    from benchmarks.vllm.child import choose
+    from benchmarks.vllm.alike import choose
 
     scores = torch.tensor([[9.0, 1, 2, 2, 3, 2, 9], [9.0, -torch.inf, 9, 9, 9, 9, 9]])
     chosen = torch.full((2, 3), 7, dtype=torch.int32)

@@ -3,6 +3,7 @@ block tables: vLLM's own schedulers with the connector's half, a real server, no
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from random import choices
@@ -114,12 +115,18 @@ def test_what_was_found_of_a_prompt_is_not_taken_for_its_answer(where: Place) ->
 
 @pytest.mark.parametrize("model", MODELS)
 def test_what_is_published_and_loaded_is_right_whatever_happens(where: Place, model: str) -> None:
-    with ExitStack() as undo:
-        seen = Planned(where, model, undo, f"7 {model}").run(TURNS)
-    assert min(seen[what] for what in ("loaded", "aborted", "preempted")) > 0, seen
+    """As many runs as it takes to see all of it: how many steps a look-up takes depends on what
+    else the machine does.
+    """
+    seen, due = Counter[str](), ["loaded", "aborted", "preempted"]
+    due += ["tails", "to the last token"] if model in ROLES else []
+    for run in range(4):
+        with ExitStack() as undo:
+            seen += Planned(where, model, undo, f"{7 + run} {model}").run(TURNS)
+        if all(seen[what] for what in due):
+            break
+    assert min(seen[what] for what in due) > 0, seen
     assert seen["held"] > TURNS, seen
-    if model in ROLES:
-        assert min(seen["tails"], seen["to the last token"]) > 0, seen
 
 
 @pytest.mark.parametrize("model", ["gpt-oss", "mixed"])

@@ -164,6 +164,24 @@ def test_a_killed_server_is_a_miss(here: Node, reader: Instance, case: Case, pla
     case.hits_again(reader)
 
 
+@with_lmcache
+def test_a_reset_that_reaches_no_server_stops_sharing_until_the_next_one(
+    here: Node, fleet: Fleet
+) -> None:
+    """With LMCache, whose connector has the namespace to itself."""
+    a, tokens, later = fleet("lmcache-a"), new_tokens(HITS + 1), new_tokens(HITS + 1)
+    here.keep(a, tokens)
+    here.kill()
+    assert not a.ask("reset")
+    here.serve_again()
+    chunks = here.chunks()
+    assert a.again(tokens).cached == a.again(later).cached == 0
+    assert here.chunks() == chunks
+    assert a.ask("reset")
+    here.keep(a, tokens)
+    assert a.again(tokens).cached == HITS
+
+
 # ---- slots that are used again
 
 

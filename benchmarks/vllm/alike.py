@@ -1,0 +1,46 @@
+"""What an indexer of DeepSeek V3.2 and V4 chooses, without chance: all instances compute alike.
+
+In a module of its own, since vLLM hands functions to its workers by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def choose_alike(model: Any) -> None:
+    """In vLLM's worker: an indexer (DeepSeek V3.2 and V4) chooses by `choose`. Its kernels' threads
+    race for the order, in which attention adds up, and for the last place if two scores are
+    equal."""
+    if not any(type(module).__name__ == "SparseAttnIndexer" for module in model.modules()):
+        return
+    from vllm import _custom_ops
+    from vllm.model_executor.layers.indexer_topk import SparseIndexerTopk
+
+    def prefill(
+        scores: Any, starts: Any, ends: Any, chosen: Any, rows: int, _: int, __: int, count: int
+    ) -> None:
+        choose(scores[:rows], starts[:rows], ends[:rows], chosen[:rows, :count])
+
+    def decode(
+        top: Any, scores: Any, lengths: Any, each: int, chosen: Any, count: int, _: int
+    ) -> None:
+        ends = top._row_ends(lengths, each, len(scores))
+        choose(scores, ends.new_zeros(len(ends)), ends, chosen[:, :count])
+
+    _custom_ops.top_k_per_row_prefill = prefill
+    SparseIndexerTopk.forward = decode
+
+
+def choose(scores: Any, starts: Any, ends: Any, chosen: Any) -> None:
+    """Write the places of the highest scores within [start, end) of each row, from `start` on and
+    in order, to `chosen`, and -1 behind them. Of equal scores the first ones count."""
+    places = torch.arange(scores.shape[1], device=scores.device)
+    outside = (places < starts[:, None]) | (places >= ends[:, None])
+    order = scores.masked_fill(outside, -torch.inf).sort(descending=True, stable=True).indices
+    order = order[:, : chosen.shape[1]]
+    none = order.new_tensor(scores.shape[1])
+    places = order.where(~outside.gather(1, order), none).sort().values
+    chosen.fill_(-1)
+    chosen[:, : order.shape[1]] = (places - starts[:, None]).where(places < none, -1)
