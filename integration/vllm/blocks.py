@@ -99,8 +99,10 @@ class KVBlocks:
     def vacant(self, most: int) -> int:
         """How many of the next blocks, at most `most`, are not in vLLM's prefix cache. vLLM puts
         such blocks in front of all others, so not every block is looked at."""
-        count, block, hop = 0, self._first, _behind(64)
-        end = self.pool.free_block_queue.fake_free_list_tail
+        count, block = 0, self._first
+        if block.block_hash is not None:
+            return 0
+        end, hop = self.pool.free_block_queue.fake_free_list_tail, _behind(64)
         with suppress(AttributeError):  # the queue ends before
             while count + 64 < most and (far := hop(block)).block_hash is None:
                 count, block = count + 64, far

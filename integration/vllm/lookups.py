@@ -80,7 +80,9 @@ class Lookups:
 
         seen: the contents of the adapters at which the caller has looked in this step."""
         lookup, adapter = tracked.lookup, tracked.request.lora_request
-        if lookup.computed_with is None or adapter is not None:
+        if adapter is None:
+            lookup.computed_with = lookup.computed_with or (self._context.version,)
+        else:
             known = self._computed_with(adapter, {} if seen is None else seen)
             if known is None or lookup.computed_with not in (None, known):
                 return False
@@ -100,9 +102,8 @@ class Lookups:
     def _computed_with(
         self, adapter: Any, seen: dict[tuple[Any, ...], str]
     ) -> tuple[bytes, ...] | None:
-        """What KV depends on besides its tokens; None if the adapter cannot be identified."""
-        if adapter is None:
-            return (self._context.version,)
+        """What KV of an adapter's depends on besides its tokens; None if the adapter cannot be
+        identified."""
         known_as = adapter.lora_int_id, adapter.lora_name, adapter.lora_path
         if known_as not in seen:
             seen[known_as] = self._adapters.content(adapter)
@@ -439,11 +440,11 @@ def chosen(
 def _intact(runs: Sequence[ResidentRun], at: int, tables: Tables | None) -> ResidentRun | None:
     """The first run with an unchanged block `at`, cut to its unchanged blocks from there on."""
     for run in runs:
-        if run.first <= at < run.stop and run.fits():
-            here = run.cut(at, run.stop)
+        if run.first <= at < (stop := run.stop) and run.fits():
+            here = run if at == run.first else run.cut(at, stop)
             if tables is None:
                 return here
-            whole = tables.leading(run.cut(run.stop - 1, run.stop))
+            whole = tables.leading(run.cut(stop - 1, stop))
             if count := here.count if whole else tables.leading(here):
                 return here.cut(at, at + count)
     return None

@@ -11,7 +11,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from vcache_backend.protocol.messages import (
     GENERATION_BYTES,
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from .lookups import Lookups
 
 
-class CachedRun(NamedTuple):
+class CachedRun(msgspec.Struct, frozen=True):
     """Blocks that vLLM has put into its prefix cache: consecutive blocks of a request's block
     table, from number `first` on. table: its place in `Publications.tables`. hashes: vLLM's of
     each, with the table; empty if vLLM takes none of these blocks from a running request.
@@ -189,7 +191,7 @@ class Publications:
     def publish(
         self,
         requests: Mapping[str, Tracked],
-        allowed: Callable[[Tracked], int | None],
+        allowed: Callable[[Tracked, dict[tuple[Any, ...], str]], int | None],
         lookups: Lookups,
     ) -> list[PublicationSpec]:
         """Make the publications of a step that has been planned: of all blocks that vLLM has cached
@@ -199,6 +201,7 @@ class Publications:
         lookups: names the blocks. Blocks that build on a void block stay void."""
         if not (self._cached or self._begun or self._tails):
             return []
+        seen = dict[tuple[Any, ...], str]()
         soon, later, kept = list[BlockRun](), list[BlockRun](), list[CachedRun]()
         for run in self._cached:
             tracked = requests.get(run.request.request_id)
@@ -207,7 +210,7 @@ class Publications:
             if not run.kept(self.pool.evicted) or self._is_loaded(run):
                 continue
             state = tracked.in_place
-            most = None if state.publishes and state.resets is None else allowed(tracked)
+            most = None if state.publishes and state.resets is None else allowed(tracked, seen)
             if most is None:
                 kept.append(run)
             elif self._builds_on_right(tracked):
@@ -226,7 +229,7 @@ class Publications:
         self._cached = kept
         while self._tails:
             tracked = self._tails.pop()
-            if allowed(tracked) and self._builds_on_right(tracked):
+            if allowed(tracked, seen) and self._builds_on_right(tracked):
                 number, name = lookups.tail(tracked, tracked.request.num_prompt_tokens)
                 if name:
                     block = tracked.store.block_tables[self._numbers[0]][number : number + 1]
@@ -236,7 +239,7 @@ class Publications:
             # Now: later a window may have passed, and its blocks be somebody else's.
             tracked = self._begun.pop()
             if tracked.in_place.publishes and tracked.in_place.evicted == BEGINS:
-                if allowed(tracked) is None:
+                if allowed(tracked, seen) is None:
                     tracked.in_place.evicted = LATER
                 else:
                     self._builds_on_right(tracked)

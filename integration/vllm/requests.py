@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from math import inf
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -322,7 +322,7 @@ class Tracked(msgspec.Struct):
     in_place: InPlaceState = msgspec.field(default_factory=InPlaceState)
 
 
-class Beginning(NamedTuple):
+class Beginning(msgspec.Struct, frozen=True):
     """A request that begins or resumes in a step, with its present block tables.
 
     computed: tokens before the step. whole: the same, but in whole blocks if the request goes on in

@@ -166,7 +166,7 @@ class VCacheScheduler:
     def _decided(self, tracked: Tracked, ask: bool) -> LookupDecision:
         """`_decide`. ask: read the answer to a question asked now, too, if there is none before."""
         decision = self._decide(tracked)
-        if decision.again and ask and tracked.lookup.question is not None:
+        if ask and decision.again and tracked.lookup.question is not None:
             decision = self._decide(tracked)
         return decision
 
@@ -199,7 +199,8 @@ class VCacheScheduler:
                 # Without a server no question is sent, and the look-up ends the wait.
                 return FOLLOW
         answer = lookups.find(tracked, first)
-        self._keep_junction(tracked, answer)
+        if answer.found:
+            self._keep_junction(tracked, answer)
         return waits.decide(tracked, answer)
 
     def _keep_junction(self, tracked: Tracked, answer: Answer) -> None:
@@ -278,10 +279,11 @@ class VCacheScheduler:
         # With vLLM's hits within a block, a request goes on in a copy of the hit's last block.
         copies = getattr(output, "kv_cache_block_copies", None) or ()
         copied = {copy.dst_block_id for copy in copies}
-        known = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
-        begins = [one for one in known if one[0] in cached.resumed_req_ids]
-        for new in output.scheduled_new_reqs:
-            begins.append((new.req_id, new.block_ids, new.num_computed_tokens))
+        new = output.scheduled_new_reqs
+        begins = [(one.req_id, one.block_ids, one.num_computed_tokens) for one in new]
+        if resumed := cached.resumed_req_ids:
+            known = cached.req_ids, cached.new_block_ids, cached.num_computed_tokens
+            begins += [one for one in zip(*known, strict=True) if one[0] in resumed]
         found = dict[str, Beginning]()
         for name, tables, computed in begins:
             if (tracked := self._requests.get(name)) is not None:
@@ -312,7 +314,8 @@ class VCacheScheduler:
         """The step's metadata without stores."""
         meta = StepMetadata(self._loads, cancelled=self._cancelled)
         meta.idle = self._idle = not output.total_num_scheduled_tokens
-        meta.fresh = [load.blocks for load in self._loads]
+        if self._loads:
+            meta.fresh = [load.blocks for load in self._loads]
         self._loads, self._cancelled = [], set()
         if self._open:
             # A step that runs no model has the time to wait for the answers.

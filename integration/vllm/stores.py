@@ -6,7 +6,6 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import count
 from math import inf
 from typing import Any
@@ -117,7 +116,7 @@ class StorePlanner:
     ) -> PublicationSpec | None:
         """The publication of a load's blocks, which have generations from now on. Their worker
         makes it once the load has proved what they hold."""
-        own, most = self._publications, self._may_publish({}, tracked)
+        own, most = self._publications, self._may_publish(tracked, {})
         if own is None or not most:
             return None
         runs, filled = list[BlockRun](), 0
@@ -163,15 +162,15 @@ class StorePlanner:
                 reached = begins.computed + output.num_scheduled_tokens[new.req_id]
                 self._compute(begins.tracked, begins.computed, reached, meta)
         if self._publications is not None and self._context.stores:
-            allowed = partial(self._may_publish, {})
-            meta.publications = self._publications.publish(requests, allowed, self._lookups)
+            given = requests, self._may_publish, self._lookups
+            meta.publications = self._publications.publish(*given)
 
     def take_completed(self) -> list[tuple[list[ChunkKey], list[int]]]:
         """In place: the chunks that steps have completed since the last call, and their blocks."""
         completed, self._completed = self._completed, []
         return completed
 
-    def _may_publish(self, seen: dict[tuple[Any, ...], str], tracked: Tracked) -> int | None:
+    def _may_publish(self, tracked: Tracked, seen: dict[tuple[Any, ...], str]) -> int | None:
         """The blocks of how many leading hashes a request may publish. None: not before another
         connector's load is over. seen: see `Lookups.name`."""
         if not self._may_store(tracked):
@@ -192,13 +191,11 @@ class StorePlanner:
 
     def mark_stored(self, tracked: Tracked, chunks: int) -> None:
         """Note that the request's first `chunks` chunks are stored or being stored."""
-        store, size = tracked.store, self._size
+        store, end = tracked.store, (chunks + 1) * self._size
         store.stored, store.idle_until, self._idle_tokens = chunks, 0.0, 0
         prompt = tracked.request.num_prompt_tokens if self._context.prompts_only else inf
-        stores = self._may_store(tracked) and prompt >= (chunks + 1) * size
-        store.complete_at = (
-            ((chunks + 1) * size if self._copies else sys.maxsize) if stores else inf
-        )
+        stores = self._may_store(tracked) and prompt >= end
+        store.complete_at = (end if self._copies else sys.maxsize) if stores else inf
 
     # ---- inside
 

@@ -12,6 +12,7 @@ from enum import Enum
 from time import monotonic
 from typing import NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 
 from vcache_backend.protocol.messages import HASH_BYTES, QUEUED_SECONDS, Coming
@@ -48,7 +49,7 @@ class LookupResult(Enum):
     RETRY = 3
 
 
-class LookupDecision(NamedTuple):
+class LookupDecision(msgspec.Struct, frozen=True):
     """What a look-up means for its request."""
 
     result: LookupResult
@@ -95,7 +96,7 @@ class Rules(NamedTuple):
         return self.wait_factor * chunk * chunks + SLACK_SECONDS
 
 
-class Asked(NamedTuple):
+class Asked(msgspec.Struct, frozen=True):
     """What vLLM asks of a request."""
 
     local: int
@@ -339,7 +340,8 @@ class Waits:
 
     def _lead(self, tracked: Tracked) -> bytes:
         """Empty: the request has no whole chunk behind vLLM's own cache, and nobody follows it."""
-        self._leave(tracked)
+        if tracked.wait.leads:
+            self._leave(tracked)
         name = self._named(tracked, tracked.local // self._rules.chunk_size)
         if name:
             tracked.wait.leads = name

@@ -245,7 +245,7 @@ def test_an_answer_to_a_request_that_waits(case: Case) -> None:
 
 
 def _decided(case: Case, state: dict[str, Any]) -> LookupDecision:
-    asked = ASKED._replace(**state | case.asked)
+    asked = replace(ASKED, **state | case.asked)
     return decide(RULES._replace(**case.rules), asked, case.answer, NOW + case.later)
 
 

@@ -718,8 +718,9 @@ class ResidentRun(NamedTuple):
 
     def fits(self) -> bool:
         """Whether there is one generation for each block, and at least one block."""
-        whole = len(self.blocks) == self.count * NUMBER_BYTES
-        return whole and len(self.generations) == self.count * GENERATION_BYTES > 0
+        count = len(self.blocks) // NUMBER_BYTES
+        whole = len(self.blocks) == count * NUMBER_BYTES
+        return whole and len(self.generations) == count * GENERATION_BYTES > 0
 
 
 def _part(

@@ -173,7 +173,10 @@ class ServerLink:
 
     def read(self, deadline: float, received: list[int] | None = None) -> m.Reply:
         """Read the next reply. The server answers requests in their order."""
-        message, fds = self._receive(deadline)
+        try:
+            message, fds = self._receiver.receive(self._socket)
+        except BlockingIOError:
+            message, fds = self._receive(deadline)
         if received is not None:
             received += fds
         elif fds:
@@ -203,12 +206,9 @@ class ServerLink:
         return True
 
     def _receive(self, deadline: float) -> tuple[memoryview, list[int]]:
-        """Receive once. Polls first, without sleeping: an answer mostly comes before a sleeping
-        thread would wake."""
-        try:
-            return self._receiver.receive(self._socket)
-        except BlockingIOError:
-            spin_until = min(time.perf_counter() + self._spin, deadline)
+        """Wait for a message. Polls first, without sleeping: an answer mostly comes before a
+        sleeping thread would wake."""
+        spin_until = min(time.perf_counter() + self._spin, deadline)
         while not self._incoming.poll(0) and time.perf_counter() < spin_until:
             os.sched_yield()
         while True:

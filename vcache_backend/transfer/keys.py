@@ -124,7 +124,7 @@ class TokenHasher:
 def block_hashes(hashes: Sequence[bytes], *computed_with: bytes) -> bytes:
     """Make the hashes of blocks, `HASH_BYTES` each. hashes: vLLM's, SHA-256. computed_with: digests
     of 32 bytes, for example `adapter_digest`; empty digests do not count."""
-    if len(hashes) < 32:  # numpy would take longer
+    if len(hashes) < 256:  # numpy takes longer, of which little is in the CPU's caches
         made = b"".join([one[:HASH_BYTES] for one in hashes])
     else:
         made = np.frombuffer(b"".join(hashes), dtype=f"V{HASH_BYTES}")[::2].tobytes()

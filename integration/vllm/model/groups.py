@@ -217,14 +217,14 @@ class Groups:
         and for a block that vLLM does not want."""
         listed, spans = list[int](), list[Span]()
         for group in [*self.groups, *self.states]:
-            size, table = group.block_size, self.all.index(group)
-            first = begin // size if group.full else max(group.needed(end), local // size)
+            size, table, full = group.block_size, self.all.index(group), group.full
+            first = begin // size if full else max(group.needed(end), local // size)
             row, had = rows[group.number][first : -(-end // size)], max(0, local // size - first)
             row[:had] = [-1] * had
-            if not group.full:
+            if not full:
                 row = [number or -1 for number in row]
                 had = next((at for at, number in enumerate(row) if number >= 0), len(row))
-            whole = group.full or row.count(-1) == had
+            whole = full or row.count(-1) == had
             spans.append(Span(table, first, len(listed), len(row), had if whole else None))
             listed += row
         return listed, spans

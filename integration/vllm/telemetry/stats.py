@@ -205,7 +205,8 @@ class Meter:
         """Count a look-up of the scheduler: tokens asked for, tokens hit, seconds."""
         with self._lock:
             self._stats.count("lookup_asked_tokens", asked)
-            self._stats.count("lookup_hit_tokens", hit)
+            if hit:
+                self._stats.count("lookup_hit_tokens", hit)
             self._stats.observe("lookup_seconds", seconds)
 
     def waited(self, end: str, tokens: int, seconds: float) -> None:
