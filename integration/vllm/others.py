@@ -108,7 +108,9 @@ def _fence_stores(adapter: Any) -> None:
 
     def register_again(*args: Any, **kwargs: Any) -> None:
         if old := getattr(adapter.transfer_ctx, "_engine_driven_context", None):
-            old._shm_buffer = None  # stores that have not begun to write fail
+            # What is under way there fails, and raises nothing: a load may be, in vLLM's thread.
+            old.commit_store = lambda *_: False
+            old._build_slot_tensors = lambda _: None
         register(*args, **kwargs)
         new = getattr(adapter.transfer_ctx, "_engine_driven_context", None)
         if type(new).__name__ == "EngineDrivenContextPickle":

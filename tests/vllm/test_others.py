@@ -54,11 +54,23 @@ def test_what_lmcache_has_not_written_is_not_committed(caplog: pytest.LogCapture
     dead, new = (shm.EngineDrivenContextShm(None, None, 1.0, memory.name, 64) for _ in "12")
     memory.unlink()
     slots = [{"offset": 0, "length": 4, "shape": [1], "dtype": "float32"}]
-    for context in (dead, new):
-        adapter._send_register_kv_caches_request(context)
-        assert context._build_slot_tensors(slots)
-    with pytest.raises(RuntimeError, match="not initialized"):
-        dead._build_slot_tensors(slots)
+    adapter._send_register_kv_caches_request(dead)
+    assert dead._build_slot_tensors(slots)
+
+    said = SimpleNamespace(success=True, context={"slots": slots, "chunk_indices": [0]})
+    answer = SimpleNamespace(wait=lambda timeout: True, result=lambda timeout=0.0: said)
+
+    def found_again(*_: Any) -> Any:
+        """The server answers a heartbeat first."""
+        adapter._send_register_kv_caches_request(new)
+        return answer
+
+    dead.req_client = SimpleNamespace(prepare_retrieve=found_again, prepare_store=lambda *_: answer)
+    # What raises in vLLM's thread puts LMCache out of use.
+    assert dead.prepare_retrieve(None, 7) is None
+    assert dead.prepare_store(None, 7) == (None, [0])
+    assert not dead.commit_store(None, 7, [])
+    assert new._build_slot_tensors(slots)
     assert not caplog.messages
     adapter._send_register_kv_caches_request(EngineDrivenContextPickle(None, None, 1.0))
     assert "LMCache pickles KV" in caplog.text
