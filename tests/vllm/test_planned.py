@@ -65,12 +65,17 @@ def test_who_hits_within_a_block_of_vllms_own_cache_is_found(where: Place, reset
         assert (owner.half.publications.generations.coming == first) == resets
 
 
-def test_behind_a_window_from_before_a_reset_nothing_is_published(where: Place) -> None:
+@pytest.mark.parametrize("behind", [100, 1])
+def test_behind_a_window_from_before_a_reset_nothing_is_published(
+    where: Place, behind: int
+) -> None:
     """Its request and one that reads no cache have computed the same blocks, before and after a
-    reset that vLLM refused. Of the older blocks those of full attention are evicted first."""
+    reset that vLLM refused. Of the older blocks those of full attention are evicted first. A
+    step that completes no block is the last chance to see it: before one is complete, the window's
+    block may be another request's, and right."""
     with ExitStack() as undo:
-        owner = Instance(where, undo, Tables([full(), window(40)]))
-        tokens = choices(range(3, 1000), k=320)
+        owner = Instance(where, undo, Tables([full(64), window(40, 64)]), blocks=40)
+        tokens = choices(range(3, 1000), k=330)
         before = owner.add(tokens, 20)
         owner.step()
         older = set(owner.manager.get_block_ids(before.request_id)[0])
@@ -80,11 +85,17 @@ def test_behind_a_window_from_before_a_reset_nothing_is_published(where: Place) 
         owner.scheduler.add_request(again)
         owner.finish(before, again)
         owner.manager.block_pool.evict_blocks(older)
-        asked = owner.add([*tokens, *choices(range(3, 1000), k=100)], 9)
-        meta = owner.step()
-        assert asked.num_computed_tokens == 420
-        assert owner.half._requests[asked.request_id].local == 304
-        assert meta.publications == []
+        asked = owner.add([*tokens[:320], *choices(range(3, 1000), k=behind)], 99)
+        metas = [owner.step()]
+        assert owner.half._requests[asked.request_id].local == 320
+        rows = owner.manager.get_block_ids(asked.request_id)
+        metas += [owner.step() for _ in range(40)]
+        while asked.num_computed_tokens < 370:
+            owner.finish(owner.add(choices(range(3, 1000), k=400)))
+        void = owner.half.publications.generations.has_void
+        assert [void(rows[0][:5]), void([rows[1][4]])] == [False, behind == 100]
+        metas += [owner.step() for _ in range(30)]
+        assert [meta.publications for meta in metas] == [[]] * len(metas)
 
 
 def test_what_was_found_of_a_prompt_is_not_taken_for_its_answer(where: Place) -> None:

@@ -51,6 +51,18 @@ def test_a_block_for_a_step_that_completes_nothing_is_known(engine: Engine) -> N
     assert [number for meta in metas for number in engine.stored(running, meta)] == [0, 1]
 
 
+def test_a_chunk_is_stored_by_the_step_that_completes_it(make: Make) -> None:
+    """Which may be its request's last. Eight tokens a step complete it sooner than the one token of
+    another request would, and only every fourth step brings a block."""
+    engine = make(share="pool", arguments={"max_num_batched_tokens": 9})
+    beside = engine.add([5], max_tokens=CHUNK)
+    engine.step()
+    request = engine.add(new_tokens(CHUNK), max_tokens=1)
+    engine.finish(request)
+    assert engine.stored(request) == [0]
+    engine.finish(beside)
+
+
 def test_blocks_that_another_connector_fills_beside_the_steps_wait_for_stores(
     engine: Engine,
 ) -> None:
