@@ -190,12 +190,12 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
         self, state: RequestState, number: int, request: Any, computed: int
     ) -> tuple[int | None, bool]:
         """A connector's answer. A request whose load has failed begins anew, with other blocks: for
-        a connector that notes blocks, and was not asked to load, it is as if it was preempted."""
+        a connector that notes blocks it is as if it was preempted."""
         child, status = self._connectors[number], request.status
         if getattr(child, "tracks", False) and status != RequestStatus.PREEMPTED:
-            if state.loader in (None, number):
+            if state.loader is None:
                 child.forget_answers(request.request_id)
-            else:
+            elif state.loader != number or not child.ends_failed_loads(request.request_id):
                 request.status = RequestStatus.PREEMPTED
         try:
             return child.get_num_new_matched_tokens(request, computed)  # type: ignore[no-any-return]

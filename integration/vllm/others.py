@@ -78,6 +78,12 @@ class Guarded:
         if (tracker := self._it.request_trackers.get(name)) is not None:
             tracker.num_stored_tokens = 0
 
+    def ends_failed_loads(self, name: str) -> bool:
+        """Whether LMCache does without its load of a request that has failed. Below 0.5.5 it would
+        load for ever, or store out of the load's blocks, which are somebody else's by then."""
+        tracker = self._it.request_trackers.get(name)
+        return hasattr(type(getattr(tracker, "state", None)), "BYPASS_LMCACHE")
+
     def poll(self, finished: set[str]) -> Any:
         """`get_transfer_results`, also of transfers under way when the connector went out of
         use."""

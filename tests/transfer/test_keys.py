@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vcache_backend.protocol.messages import KEY_BYTES, of_rank
-from vcache_backend.transfer.keys import TokenHasher
+from vcache_backend.transfer.keys import TokenHasher, tail_hash
 from vcache_backend.transfer.layout import Layout
 
 LAYOUT = Layout(
@@ -90,3 +90,8 @@ def test_a_token_beyond_32_bits_is_refused_not_taken_for_another(kind: Any, valu
     assert len(hasher().keys(kind([(1 << 32) - 1] * CHUNK))) == 1
     with pytest.raises(ValueError, match=rf"{value}.*expected 0 to 4294967295"):
         hasher().keys(kind([7] * (CHUNK - 1) + [value]))
+
+
+def test_a_token_that_no_vocabulary_has_is_only_another_token() -> None:
+    """Without a tokenizer vLLM takes any number from a client."""
+    assert len({tail_hash(bytes(32), [5, token]) for token in (-1, 1, 1 << 31)}) == 3

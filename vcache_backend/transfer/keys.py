@@ -138,7 +138,7 @@ def block_hashes(hashes: Sequence[bytes], *computed_with: bytes) -> bytes:
 def tail_hash(last: bytes, tokens: Sequence[int]) -> bytes:
     """Make what stands for a hash of vLLM's for a prompt's tokens behind its last whole block.
     last: vLLM's hash of this block, SHA-256. tokens: all behind it but the prompt's last one."""
-    said = last + array("Q", tokens).tobytes()
+    said = last + array("q", tokens).tobytes()
     return blake2b(said, digest_size=32, person=b"vcache-tail-1").digest()
 
 
