@@ -2,7 +2,9 @@
 compute, load from one another, fail to, preempt, abort and reset at random.
 
 A KV cache holds a number for each token, of it and all before it. What a request attends to, what
-vLLM finds in its prefix cache and what is published must have the right ones after every step. A
+vLLM finds in its prefix cache and what is published must have the right ones after every step. The
+number's last four bits tell the resets by which it was computed, and what is published builds on
+nothing of before the last one, though vLLM's own cache may after a reset that vLLM refuses. A
 load's copy runs some steps after it was planned, and is judged some steps later, while the blocks
 that it reads are handed out again."""
 
@@ -76,6 +78,10 @@ class Load:
     open: bool
 
 
+STALE = 15
+"""In place of a turn, of what builds on what is of before a reset."""
+
+
 class Due(NamedTuple):
     """A block that was published with this generation, and what it should hold."""
 
@@ -86,7 +92,8 @@ class Due(NamedTuple):
 
 class Written(Instance):
     """Which token each place of its KV cache stands for, with all before it and the block table;
-    of a state, the last one that it has seen. 0 where that is nobody's."""
+    of a state, the last one that it has seen; with the turn of resets, or `STALE`. 0 where that is
+    nobody's."""
 
     def __init__(
         self,
@@ -139,9 +146,12 @@ class Written(Instance):
             request = self.scheduler.requests[name]
             rows = self.manager.get_block_ids(name)
             stop = request.num_computed_tokens
+            read = [self.read(request, table, row, stop - count) for table, row in enumerate(rows)]
+            turns = {int(turn) for lies in read for turn in lies % 16}
+            turn = self.turn if turns <= {self.turn} else STALE
+            self.seen["stale"] += turn == STALE
             for table, row in enumerate(rows):
-                self.check_read(request, table, row, stop - count)
-                self.write(request, table, row, stop - count, stop)
+                self.write(request, table, row, stop - count, stop, turn)
         self.name_all()
         for block in self.manager.block_pool.blocks:
             if block.block_hash is not None:
@@ -149,25 +159,34 @@ class Written(Instance):
                 assert self.has(block.block_id, due), f"vLLM finds block {block.block_id}"
         super().end(output, **said)
 
-    def check_read(self, request: Any, table: int, row: list[int], start: int) -> None:
-        """What the request's next token attends to is right."""
+    @property
+    def turn(self) -> int:
+        """Of resets, this instance's and those that it has heard of."""
+        return int(self.half.publications.pool.resets % STALE)
+
+    def read(self, request: Any, table: int, row: list[int], start: int) -> Any:
+        """What the request's next token attends to, which is right."""
         spec, due = self.tables.specs[table], standing_for(request, table)
         first = 0
         if isinstance(spec, MambaSpec):
             if start:
-                block = row[(start - 1) // spec.block_size]
-                assert self.holds[block, 0] == due[start - 1], (request.request_id, table, start)
-            return
+                lies = self.holds[row[(start - 1) // spec.block_size], :1]
+                assert lies // 16 * 16 == due[start - 1], (request.request_id, table, start)
+                return lies
+            return due[:0]
         if isinstance(spec, SlidingWindowSpec):
             first = max(0, start - spec.sliding_window + 1)
         elif isinstance(spec, ChunkedLocalAttentionSpec):
             first = start // spec.attention_chunk_size * spec.attention_chunk_size
         at = np.arange(first, start)
-        lies = np.array(row)[at // spec.block_size], at % spec.block_size
-        assert (self.holds[lies] == due[at]).all(), (request.request_id, table, start)
+        lies = self.holds[np.array(row)[at // spec.block_size], at % spec.block_size]
+        assert (lies // 16 * 16 == due[at]).all(), (request.request_id, table, start)
+        return lies
 
-    def write(self, request: Any, table: int, row: list[int], start: int, stop: int) -> None:
-        spec, due = self.tables.specs[table], standing_for(request, table)
+    def write(
+        self, request: Any, table: int, row: list[int], start: int, stop: int, turn: int
+    ) -> None:
+        spec, due = self.tables.specs[table], standing_for(request, table) + turn
         if isinstance(spec, MambaSpec):
             size = spec.block_size
             # Of those before the last block vLLM has one for a checkpoint at most.
@@ -200,8 +219,12 @@ class Written(Instance):
             name = tail_hash(request.block_hashes[whole - 1], behind)[:HASH_BYTES]
             self.named[0, name] = standing_for(request, 0)[whole * size : tokens - 1]
 
-    def has(self, block: int, due: Any) -> bool:
-        return bool((self.holds[block, : len(due)] == due).all())
+    def has(self, block: int, due: Any, *turns: int) -> bool:
+        """turns: one of these, if any are given."""
+        lies = self.holds[block, : len(due)]
+        return bool(
+            (lies // 16 * 16 == due).all() and (not turns or np.isin(lies % 16, turns).all())
+        )
 
     # ---- what workers do
 
@@ -222,7 +245,7 @@ class Written(Instance):
         """A block whose generation is as published holds what was published."""
         for due in self.told.values():
             if int(self.counters[due.block]) == due.generation:
-                assert self.has(due.block, due.holds), f"published: block {due.block}"
+                assert self.has(due.block, due.holds, self.turn), f"published: block {due.block}"
                 self.seen["held"] += 1
 
     def advance(self, turn: int, owners: dict[bytes, Written], compares: bool) -> dict[str, Any]:
@@ -283,7 +306,9 @@ class Written(Instance):
                 one, owner = run.cut(at, at + 1), owners[bytes(run.instance)]
                 if lacking[at] and (owner.right(one) or not compares):
                     (block,) = np.frombuffer(one.blocks, dtype="<u4")
-                    self.holds[into[at]] = owner.holds[block]
+                    lies = owner.holds[block]
+                    turn = np.where(lies % 16 == owner.turn, self.turn, STALE)
+                    self.holds[into[at]] = lies // 16 * 16 + turn
                     lacking[at] = False
                     copy.runs.append(one)
 
