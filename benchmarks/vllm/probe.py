@@ -68,7 +68,7 @@ class Probe:
         for name in OF_A_WORKER:
             if hasattr(worker, name):
                 _timed(worker, name, partial(self._called, f"worker.{name}"))
-        self._inside = 0.0
+        self._inside = self._inside_cpu = 0.0
         watcher = getattr(getattr(pool, "get_new_blocks", None), "__self__", pool)
         if watcher is not pool:
             _timed(watcher, "_get", self._got_inside)
@@ -79,37 +79,41 @@ class Probe:
         if "timed" in asked:
             self._asked[request] = (Path(asked["timed"]), defaultdict(float))
 
-    def _called(self, name: str, seconds: float, *given: Any) -> None:
+    def _called(self, name: str, seconds: float, cpu: float, *given: Any) -> None:
         """Add a method's seconds to whoever asked. Take note of a request's end."""
         if name in OF_A_STEP or name.startswith("worker."):
             for _, spent in self._asked.values():
                 spent[name] += seconds
+                spent["cpu"] += 0.0 if name.startswith("worker.") else cpu
                 spent["steps"] += name == "build_connector_meta"
         elif (request := given[0].request_id) in self._asked:
             path, spent = self._asked[request]
             spent[name] += seconds
+            spent["cpu"] += cpu
             if name in LAST:
                 del self._asked[request]
                 with path.open("a") as file:
                     file.write(json.dumps(spent) + "\n")
 
-    def _got_inside(self, seconds: float, *given: Any) -> None:
-        self._inside += seconds
+    def _got_inside(self, seconds: float, cpu: float, *given: Any) -> None:
+        self._inside, self._inside_cpu = self._inside + seconds, self._inside_cpu + cpu
 
-    def _got(self, seconds: float, *given: Any) -> None:
+    def _got(self, seconds: float, cpu: float, *given: Any) -> None:
         for _, spent in self._asked.values():
             spent["get_new_blocks"] += seconds - self._inside
-        self._inside = 0.0
+            spent["cpu"] += cpu - self._inside_cpu
+        self._inside = self._inside_cpu = 0.0
 
 
 def _timed(owner: Any, name: str, note: Callable[..., None]) -> None:
-    """Tell `note` how many seconds each call of this method took, and its arguments."""
+    """Tell `note` how many seconds each call of this method took, of them on the CPU, and its
+    arguments."""
     method = getattr(owner, name)
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.thread_time()
         result = method(*args, **kwargs)
-        note(time.perf_counter() - started, *args)
+        note(time.perf_counter() - started, time.thread_time() - cpu, *args)
         return result
 
     setattr(owner, name, called)

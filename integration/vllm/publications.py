@@ -86,8 +86,9 @@ class Publications:
         """Messages wait for `learn`."""
         self._cached: list[CachedRun] = []
         """Since the last `publish`, and runs of requests that are not trusted yet."""
-        self._begun: list[Tracked] = []
-        """Requests that begin in the step being planned."""
+        self._begun: list[tuple[Tracked, int]] = []
+        """Requests that begin in the step being planned, and how many hashes' blocks vLLM's own
+        cache supplies."""
         self._tails: list[Tracked] = []
         """Requests whose prompts the step being planned completes, for other instances."""
         self.pool = TrackedBlockPool(self.generations)
@@ -128,10 +129,9 @@ class Publications:
         packs = array(NUMBERS, numbers).tobytes(), generation * len(numbers)
         return BlockRun(table, first, hashes, *packs)
 
-    def on_load(self, tracked: Tracked, had: int) -> None:
-        """Note that all blocks of a load have generations. had: how many hashes' blocks the request
-        has besides."""
-        tracked.in_place.had, tracked.in_place.loaded = had, (self.pool.resets, self.pool.evicted)
+    def on_load(self, tracked: Tracked) -> None:
+        """Note that all blocks of a load have generations."""
+        tracked.in_place.loaded = self.pool.resets, self.pool.evicted
 
     def on_failed(self, tracked: Tracked, left: Sequence[int]) -> None:
         """Note that a load has not filled the blocks `left`, into which vLLM may compute. The
@@ -173,20 +173,21 @@ class Publications:
         turn completes one of them."""
         tracked.in_place.publishes, tracked.in_place.resets = False, None
 
-    def begin(self, tracked: Tracked, computed: int, partial: bool) -> None:
+    def begin(self, tracked: Tracked, hit: int, computed: int, partial: bool) -> None:
         """Note the first step of a request, or of a session's turn, with its present blocks.
 
-        computed: how many hashes' blocks a hit in vLLM's cache or a load supplies. These blocks may
-        be void: vLLM keeps blocks over a reset that it refuses. partial: the block behind them
-        holds tokens, too, from the session's last turn or another connector's load."""
+        hit: how many hashes' blocks vLLM's own cache supplies; computed: the same, and those of a
+        load. These blocks may be void: vLLM keeps blocks over a reset that it refuses. partial: the
+        block behind them holds tokens, too, from the session's last turn or another connector's
+        load."""
         state = tracked.in_place
         state.publishes = not partial or state.resets == self.pool.resets
         state.resets, state.supplied, state.evicted = self.pool.resets, computed, BEGINS
         state.filled = {}
         # Nobody has voided a block that the request has since its load.
         whole = state.loaded == (self.pool.resets, self.pool.evicted)
-        state.had, state.loaded = state.had if whole else computed, UNLOADED
-        self._begun.append(tracked)
+        state.had, state.loaded = hit if whole else computed, UNLOADED
+        self._begun.append((tracked, hit))
 
     def publish(
         self,
@@ -237,10 +238,11 @@ class Publications:
                     self.pool.keep(block[0])
         while self._begun:
             # Now: later a window may have passed, and its blocks be somebody else's.
-            tracked = self._begun.pop()
+            tracked, hit = self._begun.pop()
             if tracked.in_place.publishes and tracked.in_place.evicted == BEGINS:
                 if allowed(tracked, seen) is None:
                     tracked.in_place.evicted = LATER
+                    self._check(tracked, hit, full=False)
                 else:
                     self._builds_on_right(tracked)
         specs = (soon, False), (later, True)
@@ -264,20 +266,23 @@ class Publications:
             state.publishes = False
         if state.publishes and state.evicted != self.pool.evicted:
             begins, state.evicted = state.evicted == BEGINS, self.pool.evicted
-            self._check(tracked, begins)
+            had = state.had if begins else state.supplied
+            self._check(tracked, had, windows=begins or not self.attends_to_all)
         return state.publishes
 
-    def _check(self, tracked: Tracked, begins: bool) -> None:
-        """Publish nothing more of the request if a block that it has built on is void. begins: the
-        request has all blocks of its hit."""
+    def _check(self, tracked: Tracked, had: int, full: bool = True, windows: bool = True) -> None:
+        """Publish nothing more of the request if a block that it has built on is void. had: how
+        many hashes' blocks it has not computed. full, windows: look at tables of full attention,
+        and at others, whose blocks may be another request's after its first step."""
         state = tracked.in_place
         for at, (number, table) in enumerate(zip(self._numbers, self.tables, strict=True)):
-            if begins or table.kind == "full" or not self.attends_to_all:
-                stop = (state.had if begins else state.supplied) // table.scale
-                if table.kind == "full":
-                    stop = max(stop, state.filled.get(at, 0))
-                blocks: Sequence[int] = tracked.store.block_tables[number][:stop]
-                if table.kind != "full":
-                    blocks = [block for block in blocks if block]
-                if self.generations.has_void(blocks):
-                    state.publishes = False
+            stop, attends_to_all = had // table.scale, table.kind == "full"
+            if not (full if attends_to_all else windows):
+                continue
+            if attends_to_all:
+                stop = max(stop, state.filled.get(at, 0))
+            blocks: Sequence[int] = tracked.store.block_tables[number][:stop]
+            if not attends_to_all:
+                blocks = [block for block in blocks if block]
+            if self.generations.has_void(blocks):
+                state.publishes = False

@@ -279,12 +279,12 @@ class InPlaceState(msgspec.Struct):
     """`TrackedBlockPool.resets` when the request got its blocks; None before."""
     evicted: int = 0
     """`TrackedBlockPool.evicted` when the blocks were last checked. `BEGINS`: not yet, in the
-    request's first step; `LATER`: not in that step."""
+    request's first step; `LATER`: in that step only blocks of
+    windows and states."""
     filled: dict[int, int] = {}
     """By block table, the leading blocks that were published, or could have been."""
     had: int = 0
-    """How many hashes' blocks lay before the last load; from the request's first step on, how many
-    of `supplied` are to be checked there."""
+    """How many of `supplied` are to be checked in the request's first step."""
     loaded: tuple[int, int] = UNLOADED
     """`TrackedBlockPool.resets` and `evicted` when all blocks of the last load got generations,
     until the load has failed or the request's first step."""

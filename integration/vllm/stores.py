@@ -133,7 +133,7 @@ class StorePlanner:
                 runs.append(own.filled(span.table, first, hashes, numbers))
                 filled += len(numbers)
         if filled == sum(span.length - (span.had or 0) for span in spans):
-            own.on_load(tracked, tracked.local // self._context.hash_block)
+            own.on_load(tracked)
         return PublicationSpec(runs, own.epoch, later=True) if runs else None
 
     # ---- steps
@@ -245,10 +245,11 @@ class StorePlanner:
         tracked.store.block_tables = [array(NUMBERS, table) for table in begins.block_tables]
         if own is not None and self._context.stores:
             blocks, rest = divmod(begins.computed, self._groups.block)
-            supplied = blocks * self._groups.block // self._context.hash_block
+            size = self._context.hash_block
+            supplied = blocks * self._groups.block // size
             # vLLM's own hit within a block.
             hit = begins.whole < begins.computed and not own.pool.stale
-            own.begin(tracked, supplied, rest > 0 and not hit)
+            own.begin(tracked, tracked.local // size, supplied, rest > 0 and not hit)
             self.mark_stored(tracked, 0)
 
     def _compute(

@@ -230,6 +230,17 @@ class Planned:
         self.name = self.half.publications.instance
         undo.callback(show_cache(client, self.name, 0, shape, regions).close)
 
+    @contextmanager
+    def others_bring(self, tokens: int, waits: bool = False) -> Iterator[None]:
+        """Another connector loads so many tokens of each request that begins, as MultiConnector has
+        it. waits: beside the steps."""
+        ours: Any = self.scheduler.connector
+        matched, allocated = ours.get_num_new_matched_tokens, ours.update_state_after_alloc
+        ours.get_num_new_matched_tokens = lambda *asked: (matched(*asked), (tokens, waits))[1]
+        ours.update_state_after_alloc = lambda request, blocks, _: allocated(request, blocks, 0)
+        yield
+        ours.get_num_new_matched_tokens, ours.update_state_after_alloc = matched, allocated
+
     # ---- steps
 
     def step(self, **said: Any) -> StepMetadata:

@@ -160,17 +160,6 @@ class Engine(Planned):
         tables = self.scheduler.kv_cache_manager.get_block_ids
         self.rows.append({name: {*chain(*tables(name))} for name in output.num_scheduled_tokens})
 
-    @contextmanager
-    def others_bring(self, tokens: int, waits: bool = False) -> Iterator[None]:
-        """Another connector loads so many tokens of each request that begins, as MultiConnector has
-        it. waits: beside the steps."""
-        ours = self.scheduler.connector
-        matched, allocated = ours.get_num_new_matched_tokens, ours.update_state_after_alloc
-        ours.get_num_new_matched_tokens = lambda *asked: (matched(*asked), (tokens, waits))[1]
-        ours.update_state_after_alloc = lambda request, blocks, _: allocated(request, blocks, 0)
-        yield
-        ours.get_num_new_matched_tokens, ours.update_state_after_alloc = matched, allocated
-
     def ran(self, output: Any) -> None:
         """The step that `output` describes writes its blocks."""
 

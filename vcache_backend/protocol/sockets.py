@@ -8,6 +8,7 @@ import select
 import socket
 import stat
 import struct
+import threading
 import time
 from array import array
 from collections.abc import Collection, Sequence
@@ -206,11 +207,13 @@ class ServerLink:
         return True
 
     def _receive(self, deadline: float) -> tuple[memoryview, list[int]]:
-        """Wait for a message. Polls first, without sleeping: an answer mostly comes before a
-        sleeping thread would wake."""
-        spin_until = min(time.perf_counter() + self._spin, deadline)
-        while not self._incoming.poll(0) and time.perf_counter() < spin_until:
-            os.sched_yield()
+        """Wait for a message. The main thread polls first, without sleeping: an answer mostly comes
+        before a sleeping thread would wake. Any other thread would wait for the interpreter at each
+        poll: beside a main thread at work its call took 1 to 2 ms, and takes 0.2."""
+        if threading.current_thread() is threading.main_thread():
+            spin_until = min(time.perf_counter() + self._spin, deadline)
+            while not self._incoming.poll(0) and time.perf_counter() < spin_until:
+                os.sched_yield()
         while True:
             try:
                 return self._receiver.receive(self._socket)

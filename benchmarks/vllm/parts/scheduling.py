@@ -65,6 +65,8 @@ def _row(way: str, case: str, spent: list[dict[str, float]], what: str) -> Row:
     text. spent: by request what `Probe` has written.
     """
     steps = [int(each.pop("steps", 0)) for each in spent]
+    # The rest they wait, above all for other threads to leave the interpreter.
+    cpu = statistics.median([each.pop("cpu", 0.0) for each in spent] or [0.0])
     spent = [
         {name: took for name, took in each.items() if not name.startswith("worker.")}
         for each in spent
@@ -75,9 +77,10 @@ def _row(way: str, case: str, spent: list[dict[str, float]], what: str) -> Row:
         name: US * statistics.median(each.get(name, 0.0) for each in spent) for name in names
     }
     ordered = sorted(medians.items(), key=lambda each: -each[1])
+    listed = ", ".join(f"{name} {median:.1f}" for name, median in ordered)
     text = (
-        f"{what}; p99 {percentile(sums, 99):.0f} us; {statistics.median(steps):g} steps; medians "
-        f"by method in us: {', '.join(f'{name} {median:.1f}' for name, median in ordered)}"
+        f"{what}; p99 {percentile(sums, 99):.0f} us, {US * cpu:.0f} us of CPU time; "
+        f"{statistics.median(steps):g} steps; medians by method in us: {listed}"
     )
     return row(f"{way}_scheduler_us_{case}", "us", sums, ALLOWED_US[way], what=text)
 
@@ -115,7 +118,7 @@ def _steps(
     asked = {"prompts": prompts, "waiting": waiting, "extra": {"timed": str(file)}}
     seconds = fleet.instance(ARMS[name]).ask("steps", SECONDS, count=STEPS, **asked)
     spent = json.loads(file.read_text()) if file.exists() else {}
-    count = spent.pop("steps", 0) or 1
+    count, _ = spent.pop("steps", 0) or 1, spent.pop("cpu", 0)
     return [1e3 * each for each in seconds], {key: US * spent[key] / count for key in spent}
 
 
