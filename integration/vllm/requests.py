@@ -279,8 +279,7 @@ class InPlaceState(msgspec.Struct):
     """`TrackedBlockPool.resets` when the request got its blocks; None before."""
     evicted: int = 0
     """`TrackedBlockPool.evicted` when the blocks were last checked. `BEGINS`: not yet, in the
-    request's first step; `LATER`: in that step only blocks of
-    windows and states."""
+    request's first step; `LATER`: in that step only blocks of windows and states."""
     filled: dict[int, int] = {}
     """By block table, the leading blocks that were published, or could have been."""
     had: int = 0
