@@ -1,4 +1,5 @@
-"""What an indexer of DeepSeek V3.2 and V4 chooses, without chance: all instances compute alike.
+"""What runs in vLLM's workers: an indexer of DeepSeek V3.2 and V4 chooses without chance, and KV of
+single layers is flipped.
 
 In a module of its own, since vLLM hands functions to its workers by name."""
 
@@ -7,6 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
+from vcache_backend.prove.model import our_half
 
 
 def choose_alike(model: Any) -> None:
@@ -44,3 +47,21 @@ def choose(scores: Any, starts: Any, ends: Any, chosen: Any) -> None:
     places = order.where(~outside.gather(1, order), none).sort().values
     chosen.fill_(-1)
     chosen[:, : order.shape[1]] = (places - starts[:, None]).where(places < none, -1)
+
+
+def flip_layers(worker: Any, offset: int, mask: int, step: int, ends: str) -> None:
+    """`prove.model.flip_kv` in place, of the layers whose names end so: only in blocks that are
+    published as these layers', since block tables share memory."""
+    half = our_half()
+    published = half.in_place.publisher._published
+    layers = worker.vllm_config.compilation_config.static_forward_context
+    groups = [one for one in half._kv_config.kv_cache_groups if one.kv_cache_spec.prefix_cacheable]
+    for number, group in enumerate(groups):
+        blocks = ((published["generation"] > 0) & (published["table"] == number)).nonzero()[0]
+        for name in filter(lambda name: name.endswith(ends), group.layer_names):
+            cache = layers[name].kv_cache
+            page = cache[blocks.tolist()]
+            page.view(torch.uint8).flatten(1)[:, offset::step] ^= mask
+            cache[blocks.tolist()] = page
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -11,7 +11,7 @@ from typing import Any
 
 from vcache_backend.prove.instance import SECONDS, Serving, main
 
-from .alike import choose_alike
+from .alike import choose_alike, flip_layers
 
 if find_spec("triton"):  # Without a GPU there may be none.
     from triton.runtime.autotuner import Autotuner
@@ -29,6 +29,10 @@ class Measured(Serving):
     def __init__(self, arguments: dict[str, Any], dummy: bool) -> None:
         super().__init__(arguments, dummy)
         self._llm.apply_model(choose_alike)
+
+    def flip_layers(self, offset: int, mask: int, step: int, ends: str) -> None:
+        """See `alike.flip_layers`."""
+        self._llm.collective_rpc(flip_layers, args=(offset, mask, step, ends))
 
     def beside(
         self, others: list[list[int]], tokens: list[list[int]], extra: dict[str, Any]

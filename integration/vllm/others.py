@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
 
+from .. import hooks
 from .model import compat
 
 log = logging.getLogger("vllm.vcache")
@@ -40,8 +41,8 @@ class Guarded:
         try:
             if adapter := getattr(connector, "worker_adapter", None):
                 _fence_stores(adapter)
-        except AttributeError as error:
-            self.fail(f"vcache does not know this version: {error}")
+        except hooks.Changed as error:
+            self.fail(str(error))
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -110,25 +111,32 @@ def _fence_stores(adapter: Any) -> None:
     Through shared memory LMCache (0.5.3 to 0.5.6) stores in the background, right into the memory
     of its server. A late store would write to the memory of a server that has died and commit to
     the next one; and what is not committed, a server commits when the worker unregisters."""
-    register, shutdown = adapter._send_register_kv_caches_request, adapter.shutdown
 
-    def register_again(*args: Any, **kwargs: Any) -> None:
-        if old := getattr(adapter.transfer_ctx, "_engine_driven_context", None):
-            # What is under way there fails, and raises nothing: a load may be, in vLLM's thread.
-            old.commit_store = lambda *_: False
-            old._build_slot_tensors = lambda _: None
-        register(*args, **kwargs)
-        new = getattr(adapter.transfer_ctx, "_engine_driven_context", None)
-        if type(new).__name__ == "EngineDrivenContextPickle":
-            how = "start its server with --no-l1-use-lazy and --shm-name (docs/lmcache.md)"
-            log.warning("LMCache pickles KV, which is slow: %s", how)
+    def registers(theirs: Callable[..., Any]) -> Callable[..., None]:
+        def register(*args: Any, **kwargs: Any) -> None:
+            if old := getattr(adapter.transfer_ctx, "_engine_driven_context", None):
+                # What is under way there fails, and raises nothing: a load may be, in vLLM's
+                # thread.
+                old.commit_store = lambda *_: False
+                old._build_slot_tensors = lambda _: None
+            theirs(*args, **kwargs)
+            new = getattr(adapter.transfer_ctx, "_engine_driven_context", None)
+            if type(new).__name__ == "EngineDrivenContextPickle":
+                how = "start its server with --no-l1-use-lazy and --shm-name (docs/lmcache.md)"
+                log.warning("LMCache pickles KV, which is slow: %s", how)
 
-    def leave() -> None:
-        if hasattr(adapter.transfer_ctx, "_engine_driven_context"):
-            adapter.instance_id = adapter.transfer_ctx._instance_id = 0  # nobody's
-        shutdown()
+        return register
 
-    adapter._send_register_kv_caches_request, adapter.shutdown = register_again, leave
+    def leaves(theirs: Callable[[], Any]) -> Callable[[], None]:
+        def leave() -> None:
+            if hasattr(adapter.transfer_ctx, "_engine_driven_context"):
+                adapter.instance_id = adapter.transfer_ctx._instance_id = 0  # nobody's
+            theirs()
+
+        return leave
+
+    hooks.replace(adapter, "_send_register_kv_caches_request", registers)
+    hooks.replace(adapter, "shutdown", leaves)
 
 
 def maps(other: Any) -> bool:

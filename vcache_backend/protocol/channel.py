@@ -56,7 +56,7 @@ class Sent(Generic[R]):
 
     def arrives(self, seconds: float) -> bool:
         """Wait for the answer for `seconds`. A late answer does not end the connection."""
-        if self.reply is None and not self.lost:
+        if not self.over:
             try:
                 self._channel._exchange(self, seconds, drops=False)
             except ServerUnavailable:  # `suppress` takes a scheduler 13 us more
@@ -65,7 +65,7 @@ class Sent(Generic[R]):
 
     def answer(self, seconds: float | None = None) -> R:
         """Wait for the answer for `seconds`; None: for the time of a call."""
-        if self.reply is None and not self.lost:
+        if not self.over:
             try:
                 self._channel._exchange(self, seconds)
             except ServerUnavailable:
@@ -202,7 +202,7 @@ class Channel:
 
     def _read_unread(self, link: ServerLink, deadline: float, last: Sent[Any]) -> None:
         """Read answers to earlier requests, up to the answer to `last`. Called under the lock."""
-        while last.reply is None and not last.lost:
+        while not last.over:
             sent = self._unread[0]
             reply = link.read(deadline, sent.received)
             if not isinstance(reply, (sent.kind, m.Error)):
@@ -228,8 +228,7 @@ class Channel:
         lateness does, too."""
         seconds = self.request_seconds if seconds is None else seconds
         deadline = time.perf_counter() + seconds
-        if self._link is None or os.getpid() != self._pid:
-            raise ServerUnavailable(self._down)
+        self.require()
         if not self._lock.acquire(timeout=max(0.0, seconds)):
             raise ServerTimeout(
                 f"{_named(sent.request)} waited {seconds:.3g} s for other calls to the metadata "

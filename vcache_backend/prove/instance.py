@@ -134,9 +134,9 @@ class Serving:
         found = [one for one in self._llm.get_metrics() if one.name == "vllm:num_preemptions"]
         return int(sum(one.value for one in found))
 
-    def flip(self, offset: int, mask: int, step: int = 0, ends: str = "") -> None:
+    def flip(self, offset: int, mask: int, step: int = 0) -> None:
         """See `flip_kv`."""
-        self._llm.collective_rpc(flip_kv, args=(offset, mask, step, ends))
+        self._llm.collective_rpc(flip_kv, args=(offset, mask, step))
 
     def told(self) -> bool:
         """Wait until others can find what the steps so far have computed."""

@@ -49,43 +49,23 @@ def scale_weights(model: Any) -> int:
     return sum(1 for _ in model.parameters())
 
 
-def flip_kv(worker: Any, offset: int, mask: int, step: int, ends: str = "") -> None:
+def flip_kv(worker: Any, offset: int, mask: int, step: int) -> None:
     """In vLLM's worker, with our connector: byte `offset` of every block's page, exclusive or
-    `mask`. step: 0: of the first layer; otherwise of all layers, and every `step` bytes further.
-    ends: in place, of layers whose names end so alone."""
+    `mask`. step: 0: of the first layer; otherwise of all layers, and every `step` bytes further."""
     import torch
 
-    kv = _half()._worker.kv
+    kv = our_half()._worker.kv
     pages = [page for kind in kv.kinds for page in kind.pages]
-    if ends:
-        _flip_layers(worker, offset, mask, step, ends)
-    for page in [] if ends else pages if step else pages[:1]:
+    for page in pages if step else pages[:1]:
         page[:, offset : None if step else offset + 1 : step or 1] ^= mask
     if kv.device.type == "cuda":
         torch.cuda.synchronize(kv.device)
 
 
-def _flip_layers(worker: Any, offset: int, mask: int, step: int, ends: str) -> None:
-    """Only in blocks that are published as these layers': block tables share memory."""
-    import torch
-
-    half = _half()
-    published = half.in_place.publisher._published
-    layers = worker.vllm_config.compilation_config.static_forward_context
-    groups = [one for one in half._kv_config.kv_cache_groups if one.kv_cache_spec.prefix_cacheable]
-    for number, group in enumerate(groups):
-        blocks = ((published["generation"] > 0) & (published["table"] == number)).nonzero()[0]
-        for name in filter(lambda name: name.endswith(ends), group.layer_names):
-            cache = layers[name].kv_cache
-            page = cache[blocks.tolist()]
-            page.view(torch.uint8).flatten(1)[:, offset::step] ^= mask
-            cache[blocks.tolist()] = page
-
-
 def flush_kv(worker: Any, seconds: float) -> bool:
     """In vLLM's worker, with our connector: wait until others can find what it has written. Whether
     they can."""
-    half = _half()
+    half = our_half()
     if half is None or half._worker is None:
         return False
     publisher = half.in_place.publisher if half.in_place is not None else None
@@ -93,7 +73,7 @@ def flush_kv(worker: Any, seconds: float) -> bool:
     return bool(told and half._worker.session.flush(seconds))
 
 
-def _half() -> Any:
+def our_half() -> Any:
     """Our connector's half in this worker, also if it is the first of several connectors."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 

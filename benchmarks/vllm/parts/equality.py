@@ -191,7 +191,10 @@ def flipped(run: Run, kind: str = "") -> list[Row]:
         where = {"offset": 2 * scale.model["head_dim"] + 1}
 
     def again(ends: str = "") -> str:
-        pair.a.ask("flip", mask=MASK, ends=ends, **where)
+        if ends:
+            pair.a.ask("flip_layers", mask=MASK, ends=ends, **where)
+        else:
+            pair.a.ask("flip", mask=MASK, **where)
         pair.b.ask("reset")
         return difference(expected, ask(pair.b, hit.then, scale.answer))
 

@@ -118,7 +118,8 @@ def _steps(
     asked = {"prompts": prompts, "waiting": waiting, "extra": {"timed": str(file)}}
     seconds = fleet.instance(ARMS[name]).ask("steps", SECONDS, count=STEPS, **asked)
     spent = json.loads(file.read_text()) if file.exists() else {}
-    count, _ = spent.pop("steps", 0) or 1, spent.pop("cpu", 0)
+    count = spent.pop("steps", 0) or 1
+    spent.pop("cpu", None)
     return [1e3 * each for each in seconds], {key: US * spent[key] / count for key in spent}
 
 
