@@ -496,12 +496,14 @@ def claims() -> list[tuple[str, str]]:
     missed = rows("costs", "df14a072")["inplace_miss_16k"]["ratio"]
     two = {name: rows(*run)[f"routed_{name}_turn_throughput"]["ratio"] for name, run in TWO.items()}
     hot = rows(*FOUR["hot"])["x4_hot_turn_throughput"]["ratio"]
-    ranks = {
-        name: rows(*RANKS[f"{name}, four ranks"])[f"x4_dp_{name}_throughput"]["ratio"]
-        for name in ("prefix", "chat")
-    }
-    readme = [f"**× {ratio:.2f}**" for ratio in (*ranks.values(), two["fork"], two["cold"])]
-    readme += [f"**{sooner:.1f} times sooner**", f"takes {missed:.3f} times"]
+    ranks = [
+        rows(*RANKS[name])[f"x4_dp_{workload_of(name)}_throughput"]["ratio"]
+        for name in ("prefix, four ranks", "chat, four ranks", "chat, four ranks, gpt-oss")
+    ]
+    handover = rows("prefill-decode", "497ccee4")["x4_pd_handover_p50_8k_8_128"]["ratio"]
+    readme = [f"**× {ratio:.2f}**" for ratio in (*ranks, two["fork"], two["cold"])]
+    readme += [f"**{times:.1f} times sooner**" for times in (sooner, 1 / handover)]
+    readme.append(f"takes {missed:.3f} times")
     choose = [f"requests/s × {two[name]:.2f}" for name in ("fork", "cold")]
     lower = (two["chat"], two["prefix"], two["contention"], hot)
     choose += [f"{100 * (1 - ratio):.0f} % lower" for ratio in lower]
