@@ -97,7 +97,7 @@ def publish(
     for first in range(start, start + blocks, size):
         every = [number % of for number in range(first, first + size)]
         hashes, generations = prompt(size, first, 1), counts(*[2] * size)
-        run = m.BlockRun(table, first, hashes, numbers(*every), generations)
+        run = m.BlockRun(first, numbers(*every), generations, table, hashes)
         taken += service.instances.publish(ME, m.Publish(instance, 0, [run])).count
     return taken
 
@@ -125,12 +125,9 @@ def test_publications_are_bounded(
                 table.void_all()
                 table.filled(range(blocks))
                 for first in range(0, blocks, size):
-                    packs = (
-                        prompt(size, turn * blocks + first, 1),
-                        numbers(*range(first, first + size)),
-                    )
-                    counted = counts(*[2 * turn + 4] * size)
-                    run = m.BlockRun(first % tables, 0, *packs, counted)
+                    packs = numbers(*range(first, first + size)), counts(*[2 * turn + 4] * size)
+                    hashes = prompt(size, turn * blocks + first, 1)
+                    run = m.BlockRun(0, *packs, first % tables, hashes)
                     for rank in range(ranks):
                         service.instances.publish(ME, m.Publish(one, rank, [run]))
             assert service.instances.published(one).live == blocks
@@ -144,7 +141,7 @@ def test_a_look_up_that_finds_all_of_a_name_changed_takes_no_long_turn() -> None
         request = m.Join(A, NAMESPACE, 4096, 1, 1, FULL)
         shown(service, request, table.fd)
         for number in range(4096):
-            run = m.BlockRun(0, 0, prompt(1, 0, 1), numbers(number), counts(2))
+            run = m.BlockRun(0, numbers(number), counts(2), 0, prompt(1, 0, 1))
             assert service.instances.publish(ME, m.Publish(A, 0, [run])) == m.Count(1)
         question = find(1, each=1)
         assert asked(service, client, question).found == 1

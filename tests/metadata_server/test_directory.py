@@ -141,7 +141,7 @@ class Reading:
     half: list[bytes] = field(default_factory=list)
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        slots = memoryview(self.run.slots).cast("I")
+        slots = memoryview(self.run.blocks).cast("I")
         for slot, size in zip(slots, self.sizes, strict=True):
             yield self.run.offset + (slot - self.run.base) * self.run.slot_bytes, size
 
@@ -408,11 +408,11 @@ class SlotMachine(RuleBasedStateMachine):
     def find(self, keys: list[ChunkKey], pin: float) -> None:
         until = self.clock.now + pin
         runs = self.directory.pin(keys, pin)
-        found = sum(len(run.slots) // 4 for run in runs)
+        found = sum(len(run.blocks) // 4 for run in runs)
         hits = [self.shown(key) for key in keys]
         assert found == (hits.index(False) if False in hits else len(hits))
         for run in runs:
-            mine = [self.live[key] for key in keys[run.first : run.first + len(run.slots) // 4]]
+            mine = [self.live[key] for key in keys[run.first : run.first + len(run.blocks) // 4]]
             for one in mine:
                 self.pinned[one.key] = max(until, self.pinned.get(one.key, 0.0))
             tokens, sizes = [one.token for one in mine], [one.nbytes for one in mine]
@@ -436,7 +436,7 @@ class SlotMachine(RuleBasedStateMachine):
             first + bytes(one.memory[at + size // 2 : at + size])
             for first, (at, size) in zip(halves, one.spans(), strict=True)
         ]
-        right = one.view.leading(one.run.slots, one.run.generations)
+        right = one.view.leading(one.run.blocks, one.run.generations)
         for copy, token in list(zip(got, one.expected, strict=True))[:right]:
             assert copy == pattern(token, len(copy)), "a reader believes wrong bytes"
 

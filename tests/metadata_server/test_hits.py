@@ -246,11 +246,11 @@ class ResidentMachine(RuleBasedStateMachine):
                 known.content[block, known.table.filled([block])] = table, name
         told = [((table, one), block, int(counters[block])) for one, block in pairs]
         run = m.BlockRun(
-            table,
             first,
-            b"".join(one for one, _ in pairs),
             numbers(*(block for _, block in pairs)),
             counts(*(generation for _, _, generation in told)),
+            table,
+            b"".join(one for one, _ in pairs),
         )
         self.said.append((instance, rank, run, told))
         self.publish_one(*self.said[-1])
@@ -421,7 +421,8 @@ class ResidentMachine(RuleBasedStateMachine):
         others: dict[m.InstanceId, dict[Name, set[tuple[int, int]]]],
         pooled: list[bool],
     ) -> None:
-        assert [run[:2] for run in found.residents] == sorted(run[:2] for run in found.residents)
+        spans = [(run.table, run.first) for run in found.residents]
+        assert spans == sorted(spans)
         holders: dict[tuple[int, int], list[bytes]] = {}
         for run in found.residents:
             assert 0 < run.count <= found.end // tables[run.table].scale
@@ -533,7 +534,7 @@ def searched(
         for own, (number, block) in enumerate(pairs):
             name = prompt(1, (block + 1) * tables[number].scale - 1, 1)
             packs = numbers(own), counts(table.filled([own]))
-            there.publish(0, [m.BlockRun(number, block, name, *packs)])
+            there.publish(0, [m.BlockRun(block, *packs, number, name)])
     return HitSearch(prompt(hashes, 0, 1), tables), there
 
 

@@ -89,7 +89,7 @@ def test_others_find_and_open_what_is_shown(alone: Stage, server: Child, reader:
     there = reader.find(find(5, 1, B))
     assert (there.found, there.end, there.pooled) == (12, 12, b"\0\0\0")
     run = block_run(3)
-    here = m.ResidentRun(0, 0, A, run.blocks, run.generations)
+    here = m.ResidentRun(0, run.blocks, run.generations, 0, A)
     assert there.residents == [here]
     assert owner.find(find(5, 1, A)) == NOTHING
     sent = reader.send_find(find(2, limit=7), SECONDS)
@@ -420,7 +420,7 @@ def test_a_publication_that_does_not_fit_together_is_refused(alone: Stage, reade
     assert raw.ask("show_cache", A, 0, packed(), fds=(memory,)) == ["count", 1]
     many = [list(RUN.values())] * (m.MAX_PUBLISHED // EACH + 1)
     runs = [([list((RUN | changed).values())], why) for changed, why in MISFITS]
-    runs += [(many, "more than 2,048 blocks"), ([[0, 0, b"", b"", b""]] * 2049, "<= 2048")]
+    runs += [(many, "more than 2,048 blocks"), ([[0, b"", b"", 0, b""]] * 2049, "<= 2048")]
     for wrong, why in runs:
         # What is right beside it is not taken either.
         refused = raw.ask("publish", A, 0, [list(RUN.values()), *wrong])

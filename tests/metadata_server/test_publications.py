@@ -28,7 +28,7 @@ class Owner:
         """Consecutive blocks of a prompt, the first of this name."""
         generation = self.table.filled(blocks)
         packs = numbers(*blocks), counts(*[generation] * len(blocks))
-        return m.BlockRun(table, 0, prompt(len(blocks), name, 1), *packs)
+        return m.BlockRun(0, *packs, table, prompt(len(blocks), name, 1))
 
     def found(self, name: int, count: int, table: int = 0) -> int:
         hashes = prompt(count, name, 1)

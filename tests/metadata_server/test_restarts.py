@@ -39,7 +39,7 @@ def test_a_reader_across_a_restart_believes_what_has_not_changed(stage_: Stage, 
     runs = client.pin([A, B, C, D], 60.0).runs
 
     def right() -> int:
-        return sum(view.leading(run.slots, run.generations) for run in runs)
+        return sum(view.leading(run.blocks, run.generations) for run in runs)
 
     restart_with(stage_, client, server)
     assert client.lookup([A, B, C, D]) == right() == 4

@@ -323,7 +323,7 @@ class Directory:
         base, generations = slots[0] >> SLAB_BITS << SLAB_BITS, region.generations
         slab, counts = region.slab_of(base), array("Q", [generations[slot] for slot in slots])
         packed = array("I", slots).tobytes(), counts.tobytes()
-        return m.SlotRun(first, region.id, base, slab.offset, slab.slot_bytes, *packed)
+        return m.SlotRun(first, *packed, region.id, base, slab.offset, slab.slot_bytes)
 
     def _refusal(self, client: Peer, nbytes: int) -> tuple[m.Refusal | None, str]:
         """Explain why no chunk of this size can get a slot now; (None, "") if a chunk can."""

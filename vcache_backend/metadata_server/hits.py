@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from math import lcm
-from operator import itemgetter
+from operator import attrgetter
 from typing import NamedTuple
 
 from vcache_backend.metadata_server.directory import Directory
@@ -113,7 +113,7 @@ class HitSearch:
             found = max(end, each * len(present[: present.find(0)] if 0 in present else present))
         runs = [piece.packed(end // tables[piece.table].scale) for piece in pieces]
         runs = [run for run in runs if run.blocks]
-        runs.sort(key=itemgetter(0, 1))
+        runs.sort(key=attrgetter("table", "first"))
         chunks = found // each
         return m.Found(found, end, present[:chunks] or bytes(chunks), runs, cut=alone and cut)
 

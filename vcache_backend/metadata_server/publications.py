@@ -42,7 +42,7 @@ class Piece(NamedTuple):
     def packed(self, stop: int) -> m.ResidentRun:
         """The run before block `stop`, where the hit ends; maybe empty."""
         packs = b"".join(self.blocks), b"".join(self.generations)
-        run = m.ResidentRun(self.table, self.first, self.there.join.instance, *packs)
+        run = m.ResidentRun(self.first, *packs, self.table, self.there.join.instance)
         return run.cut(self.first, max(self.first, min(stop, self.stop)))
 
 

@@ -265,8 +265,8 @@ def _publications(whole: m.Publish) -> Iterator[m.Publish]:
     """Split a publication for requests. A long run is cut where it is cut on all ranks."""
     runs, count, most = list[m.BlockRun](), 0, m.MAX_PUBLISHED
     for run in whole.runs:
-        for first in range(0, run.count, most):
-            part = run.cut(first, first + most) if run.count > most else run
+        for first in range(run.first, run.stop, most):
+            part = run.cut(first, min(first + most, run.stop))
             if count + part.count > most:
                 yield msgspec.structs.replace(whole, runs=runs)
                 runs, count = [], 0

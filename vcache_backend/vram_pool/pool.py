@@ -57,7 +57,7 @@ class PoolSegment(OwnedSegment):
     def slot_offsets(self, run: SlotRun, nbytes: int) -> Int64s | None:
         """Return the first byte of each of the run's slots; None if the slots cannot be in this
         segment, or have fewer than `nbytes` bytes."""
-        slots = np.frombuffer(run.slots, dtype=np.uint32).astype(np.int64) - run.base
+        slots = np.frombuffer(run.blocks, dtype=np.uint32).astype(np.int64) - run.base
         if nbytes > run.slot_bytes or run.offset < 0 or not len(slots) or slots.min() < 0:
             return None
         offsets: Int64s = run.offset + slots * run.slot_bytes
