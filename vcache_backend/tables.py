@@ -125,11 +125,10 @@ def segments(infos: Sequence[m.SegmentInfo]) -> Iterator[RenderableType]:
             ByteSize(info.used).about,
             ByteSize(info.nbytes).about,
             f"{info.chunks:,}",
-            Text(info.state, style="" if info.state == "live" else "yellow"),
         )
         for info in infos
     ]
-    columns = "~segment", "~device", ">full", ">used", ">size", ">chunks", "state"
+    columns = "~segment", "~device", ">full", ">used", ">size", ">chunks"
     yield table("Segments", columns, rows)
 
 

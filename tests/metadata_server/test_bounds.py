@@ -16,7 +16,6 @@ from instance_cases import (
     NAMESPACE,
     block_run,
     counts,
-    find,
     instance_id,
     make_table,
     numbers,
@@ -24,12 +23,11 @@ from instance_cases import (
 )
 from model import FakeClock, chunk_key
 from processes import Raw, Stage, info
-from server_cases import A_TURN, add_region, asked, work_of
+from server_cases import A_TURN, add_region, work_of
 
 from vcache_backend.errors import Refused
 from vcache_backend.log_format import LineLimit
 from vcache_backend.metadata_server import publications
-from vcache_backend.metadata_server.directory import Backlog
 from vcache_backend.metadata_server.instances import InstanceRegistry, ShownPart
 from vcache_backend.metadata_server.processes import Peer, ProcessId
 from vcache_backend.metadata_server.requests import Service
@@ -135,54 +133,6 @@ def test_publications_are_bounded(
     assert not service.instances.of
 
 
-def test_a_look_up_that_finds_all_of_a_name_changed_takes_no_long_turn() -> None:
-    service, client = Service(1, now=FakeClock()), Peer(1, ProcessId(7, 8), "host", "host")
-    with closing(Generations(A, 4096)) as table:
-        request = m.Join(A, NAMESPACE, 4096, 1, 1, FULL)
-        shown(service, request, table.fd)
-        for number in range(4096):
-            run = m.BlockRun(0, numbers(number), counts(2), 0, prompt(1, 0, 1))
-            assert service.instances.publish(ME, m.Publish(A, 0, [run])) == m.Count(1)
-        question = find(1, each=1)
-        assert asked(service, client, question).found == 1
-        table.void_all()
-        assert work_of(lambda: asked(service, client, question)) <= 2 * A_TURN
-        assert asked(service, client, question).found == 0
-
-
-HOSTILE = {
-    "blocks of one instance after the other": (1, FULL),
-    "states without windows": (
-        1,
-        [m.BlockTable("full"), m.BlockTable("state", 1, 1), m.BlockTable("window", 1, 99)],
-    ),
-    "no state at all": (16, [m.BlockTable("full"), m.BlockTable("state", 1, 1)]),
-}
-
-
-@pytest.mark.parametrize(("size", "tables"), HOSTILE.values(), ids=HOSTILE)
-def test_no_look_up_takes_a_long_turn(size: int, tables: list[m.BlockTable]) -> None:
-    service, client = Service(1, now=FakeClock()), Peer(1, ProcessId(7, 8), "host", "host")
-    for number in range(8):
-        one = instance_id(number)
-        join(service, one, blocks=3 * m.MAX_HASHES, tables=tables)
-        if tables is FULL:  # each has every eighth block
-            for at in range(number, m.MAX_HASHES, 8):
-                publish(service, one, 1, 1, at)
-        else:
-            publish(service, one, m.MAX_HASHES, size, of=1 << 30)
-        for table in range(1, len(tables)):
-            if size == 1:
-                every = range(table - 1, m.MAX_HASHES, table)
-                for at in every:
-                    run = block_run(1, table * m.MAX_HASHES + at, at, each=1, table=table)
-                    service.instances.publish(ME, m.Publish(one, 0, [run]))
-    question = find(m.MAX_HASHES, each=1, limit=m.MAX_HASHES)
-    answer = asked(service, client, question)
-    assert answer.cut == (tables is FULL) == (0 < answer.found < m.MAX_HASHES)
-    assert work_of(lambda: asked(service, client, question)) <= 2 * A_TURN
-
-
 # ---- what writers ask for
 
 
@@ -276,19 +226,6 @@ def test_what_is_free_has_room_for_chunks_of_any_size(nbytes: int) -> None:
     assert stored(service, client, 100, 32, nbytes) == 32
 
 
-def test_resets_in_a_loop_are_swept_together() -> None:
-    """Each would look at all slots of the pool, while frees and rebuilds wait behind it."""
-    service, chunks = Service(1, now=FakeClock()), 2 * Backlog.AT_ONCE
-    add_region(service, info("s0", chunks * 256))
-    client = Peer(1, ProcessId(7, 8), "host", "host")
-    assert stored(service, client, 0, chunks) == len(service.directory) == chunks
-    for _ in range(100):
-        service.directory.clear(chunk_key(0)[: m.NAMESPACE_BYTES], reset=True)
-    assert not asked(service, client, m.Contains([chunk_key(chunks - 1)])).present[0]
-    service.backlog.run(3 * chunks)
-    assert (len(service.directory), bool(service.backlog)) == (0, False)
-
-
 def test_a_publication_tells_few_however_many_hold_its_chunks() -> None:
     """Data parallel ranks with one system prompt: a publication that 60 instances hold took the
     server 25 ms."""
@@ -305,9 +242,6 @@ def test_a_publication_tells_few_however_many_hold_its_chunks() -> None:
             pass
         holders = sum(map(bool, told.values()))
         assert (bool(told[one]), holders <= 5) == (one != everyone[0], True)
-
-
-# ---- connections
 
 
 # ---- the log
@@ -328,6 +262,3 @@ def test_clients_that_connect_in_a_loop_do_not_fill_the_log(alone: Stage) -> Non
     server.signal(signal.SIGTERM)
     _, said = server.wait()
     assert LINES - 10 < said.count("\n") < LINES + 30
-
-
-# ---- names

@@ -20,11 +20,10 @@ from instance_cases import NAMESPACE, counts, instance_id, numbers, prompt
 from model import FakeClock
 from server_cases import add_region, asked
 
-from vcache_backend.metadata_server.directory import Backlog
-from vcache_backend.metadata_server.hits import MAX_LOOKS, HitSearch, needed
+from vcache_backend.metadata_server.hits import HitSearch, needed
 from vcache_backend.metadata_server.instances import ShownPart
 from vcache_backend.metadata_server.processes import Peer, ProcessId
-from vcache_backend.metadata_server.publications import COMPARED, InstancePublications
+from vcache_backend.metadata_server.publications import InstancePublications
 from vcache_backend.metadata_server.requests import Service
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.generation_table import ForeignTable
@@ -311,10 +310,6 @@ class ResidentMachine(RuleBasedStateMachine):
             if kind in (None, model.kind):
                 model.told = {}
 
-    @rule(steps=st.integers(1, 20))
-    def go_on(self, steps: int) -> None:
-        self.service.backlog.run(steps)
-
     @rule()
     @precondition(lambda self: len(self.pooled) > 3)
     def restart(self) -> None:
@@ -472,8 +467,7 @@ ResidentMachine.TestCase.settings = settings(
 class TestResidentsAgainstTheModel(ResidentMachine.TestCase):
     @pytest.fixture(autouse=True)
     def little_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What is left for later turns is left, however few blocks there are."""
-        monkeypatch.setattr(Backlog, "AT_ONCE", 1)
+        """Logs have few more places than twice their blocks."""
         monkeypatch.setattr(m, "MAX_PUBLISHED", BLOCKS)
 
 
@@ -553,12 +547,3 @@ def test_what_a_hit_needs_of_a_table(
     table: m.BlockTable, end: int, blocks: tuple[int, int]
 ) -> None:
     assert needed(table, end) == blocks
-
-
-def test_few_blocks_are_looked_for_where_few_ends_are() -> None:
-    """Retention 0: of a long prompt one window is kept."""
-    tables = [FULL, WINDOW, m.BlockTable("window", 1, 9)]
-    every = {1: set(range(9)), 2: set(range(9))}
-    search, there = searched(tables, every, 8192)
-    assert search.best(8192, [there])[0] == 9
-    assert search.left > MAX_LOOKS - 2 * 8192 // COMPARED

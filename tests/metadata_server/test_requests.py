@@ -74,7 +74,7 @@ def test_each_request_and_its_answer(stage_: Stage, worker: Raw, server: Child, 
     assert (name, mismatches) == ("welcome", [])
     assert isinstance(epoch, int)
     assert worker.hello()[::2] == ["error", False]
-    segment = ["s0", "host", "host", 4096, 0, 0, 0, "live"]
+    segment = ["s0", "host", "host", 4096, 0, 0, 0]
     assert worker.ask("list_segments") == ["segments", [segment], None, []]
     assert worker.ask("open_segment", "s0") == ["opened", segment]
     assert os.fstat(worker.fds[-2]).st_ino == os.fstat(memfd).st_ino

@@ -22,7 +22,7 @@ import msgspec
 
 from vcache_backend.errors import Refused, SegmentError, printable
 from vcache_backend.metadata_server import processes
-from vcache_backend.metadata_server.hits import MAX_LOOKS, MAX_TOLD
+from vcache_backend.metadata_server.hits import MAX_TOLD
 from vcache_backend.metadata_server.processes import Answer, Descriptor, Peer, ProcessId
 from vcache_backend.metadata_server.publications import (
     BLOCK_BYTES,
@@ -254,10 +254,9 @@ class InstanceRegistry:
         instance = own.join.instance
         mine = {end: chunk for end in ends[::-1] if (chunk := own.chunk(end)) is not None}
         left, alone = self.MAX_NOTED, dict.fromkeys(mine)
-        most = MAX_LOOKS // max(1, len(others))
         for there in others:
             other = there.join.instance
-            shared = [end for end in list(mine if left else alone)[:most] if there.has(end)]
+            shared = [end for end in list(mine if left else alone) if there.has(end)]
             for end in shared:
                 # Packed here, and not when they are told: a scheduler waits for that.
                 if (theirs := there.chunk(end)) is None:

@@ -21,8 +21,6 @@ from vcache_backend.protocol.generation_table import ForeignTable
 
 BLOCK_BYTES = 256
 """About how much of the server's memory an instance takes for each of its blocks."""
-COMPARED = 16
-"""As many blocks of a run are compared in the time of a look into the tables."""
 ONE_FULL = [m.BlockTable("full")]
 Chunk = tuple[int, int, int]
 """Of a chunk: the last block, its generation, and the first block."""
@@ -148,16 +146,12 @@ class InstancePublications:
             at = self._before(at, name)
         return found
 
-    def follow(
-        self, table: int, hashes: bytes, first: int, stop: int, looks: int
-    ) -> tuple[Piece, int]:
+    def follow(self, table: int, hashes: bytes, first: int, stop: int) -> Piece:
         """Collect the blocks of a table with the packed `hashes` from number `first` on, up to
-        `stop`, as long as they are here and unchanged. looks: how many runs to look for; comparing
-        `COMPARED` blocks counts as one more. Returns how many remain, too."""
+        `stop`, as long as they are here and unchanged."""
         end, size, at = self._suffixes[table], m.HASH_BYTES, first
         blocks, generations = list[bytearray](), list[bytearray]()
-        while at < stop and looks > 0:
-            looks -= 1
+        while at < stop:
             name = hashes[at * size : (at + 1) * size]
             if not (place := self.at(name + end if end else name)):
                 break
@@ -166,11 +160,10 @@ class InstancePublications:
                 count = _common(self._hashes, place, hashes, at, min(count, stop - at))
                 changed = self._right(place, place + count).find(0) if count > 1 else 0
                 count = changed if changed > 0 else count
-                looks -= count // COMPARED
             blocks.append(self._packed[4 * place : 4 * (place + count)])
             generations.append(self._counted[8 * place : 8 * (place + count)])
             at += count
-        return Piece(self, table, first, at, blocks, generations), looks
+        return Piece(self, table, first, at, blocks, generations)
 
     def has(self, hash_: bytes) -> bool:
         """Whether the leading table has a block of this hash."""

@@ -99,7 +99,7 @@ class Room:
         rank = {
             n: (r.device != client.device, -r.unused)
             for n, r in self.regions.items()
-            if r.unused >= size and r.rebuilt and usable(r, client)
+            if r.unused >= size and usable(r, client)
         }
         return self._each_free(sorted(rank, key=rank.__getitem__), size)
 
@@ -157,7 +157,7 @@ class Room:
         number, slab_number = divmod(at, SLABS)
         region = self.regions[number]
         slab, first = region.slabs[slab_number], slab_number << SLAB_BITS
-        if slab.nbytes < size or not region.rebuilt:
+        if slab.nbytes < size:
             return False
         if max(region.pins[first : first + slab.slots]) > self._now():
             return False
@@ -174,5 +174,4 @@ class Room:
 
 def usable(region: SlotRegion, client: Peer) -> bool:
     """Whether a client may store in a segment."""
-    here = region.state == "live" and region.medium == client.medium
-    return here and region.id not in client.avoids
+    return region.medium == client.medium and region.id not in client.avoids

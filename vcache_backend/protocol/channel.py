@@ -93,8 +93,6 @@ class Channel:
         self._link: ServerLink | None = None
         self._unread: deque[Sent[Any]] = deque()
         self._down = f"never connected to {path}"
-        self._late = ""
-        """The late call that ended the last connection, until the next attempt to connect."""
         self._complained, self._late_at = False, -math.inf
         self.on_killed: Callable[[], None] = lambda: None
         """Called in the background thread to start another server, after a killed server has stayed
@@ -269,8 +267,10 @@ class Channel:
         call = _named(sent.request)
         late = f"metadata server at {self._path} did not answer {call} in {seconds:.3g} s"
         if drops:
-            self._late = late
             self._drop(link, late)
+            if time.monotonic() >= self._late_at + 60:
+                self._late_at = time.monotonic()
+                log.warning("vcache: %s", late)
         return ServerTimeout(late)
 
     # ---- connection
@@ -322,13 +322,9 @@ class Channel:
             log.warning("vcache: %s", line)
         restarted = self.epoch not in (0, welcome.epoch)
         self.epoch = welcome.epoch
-        late, self._late, now = self._late, "", time.monotonic()
         _call_all(self.on_return, "after a reconnection")
         if restarted or self._complained:
             log.warning("vcache: connected to the metadata server at %s again", self._path)
-        elif late and now >= self._late_at + 60:
-            self._late_at = now
-            log.warning("vcache: %s, and let this process connect again at once", late)
         self._complained = False
 
     def _drop(self, link: ServerLink, reason: str) -> None:
@@ -352,17 +348,15 @@ class Channel:
             if self.connected and not self._stop.is_set():
                 _call_all(self.on_beat, "heartbeat")
             return self._stop.is_set()
-        if not (self._late or self._complained or self._stop.is_set()):
-            self._complained = True
-            log.warning("vcache: %s; KV is computed, not shared, until it is back", self._down)
-        self._stop.wait(self._pauses.next())
-        if self._stop.is_set():
+        if self._stop.wait(self._pauses.next()):
             return True
         if self._try_connect():
             self._wake.set()
-        else:
-            self._late = ""
-            self._start_again()
+            return False
+        if not self._complained:
+            self._complained = True
+            log.warning("vcache: %s; KV is computed, not shared, until it is back", self._down)
+        self._start_again()
         return False
 
     def _start_again(self) -> None:

@@ -71,7 +71,6 @@ Asker = Annotated[InstanceId, msgspec.Meta(max_length=INSTANCE_BYTES)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 Medium = Literal["cuda", "host"]
-SegmentState = Literal["live", "draining"]
 KEY_BYTES = 26
 NAMESPACE_BYTES = 8
 RANK_BYTES = 2
@@ -160,7 +159,6 @@ class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
     used: int = 0
     chunks: int = 0
     evictions: int = 0
-    state: SegmentState = "live"
 
 
 class Reported(msgspec.Struct, frozen=True, array_like=True):

@@ -217,7 +217,7 @@ class Pool:
     def _is_new(self, info: SegmentInfo) -> bool:
         if info.id in self._unreadable or info.id in self._mapped:
             return False
-        return info.state == "live" and info.medium == self.device.medium
+        return info.medium == self.device.medium
 
     # ---- the thread of host memory beside a GPU
 
@@ -254,7 +254,7 @@ class Pool:
         if self._contributed == epoch:
             return
         own = [info for info in infos if info.device == self.device.name]
-        pooled = sum(info.nbytes for info in own if info.state == "live")
+        pooled = sum(info.nbytes for info in own)
         if pooled >= self._segment_bytes:
             self._contributed = epoch
             return
