@@ -378,22 +378,6 @@ def test_two_that_hold_a_chunk_hear_of_each_other_once(
         assert a.heartbeat().copies == copies(B, 1, 0)
 
 
-def test_each_of_many_hears_of_another(alone: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One publication tells only some of them."""
-    monkeypatch.setattr(InstanceRegistry, "MAX_NOTED", 1)
-    with running(alone.path):
-        clients = [(alone.client(), instance_id(number)) for number in (1, 2, 3)]
-        for client, name in clients:
-            instance_cases.share(client, name, 1)
-            client.heartbeat()
-        (last, name), silent = clients[2], {A, B}
-        for number in range(200):
-            show(last, name, regions=1 + number % 2)  # what was published is forgotten
-            publish(last, name, 1)
-            silent -= {other for client, other in clients[:2] if client.heartbeat().copies}
-        assert not silent
-
-
 # ---- what cannot be
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from itertools import count, islice
 
 from vcache_backend.metadata_server.processes import Peer
-from vcache_backend.metadata_server.slots import SLAB_BITS, SLAB_SLOTS, SLABS, SlotRegion
+from vcache_backend.metadata_server.slots import SLAB_BITS, SLABS, SlotRegion
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.generation_table import SLOTS
 
@@ -73,27 +73,30 @@ class Room:
         chunks are being written."""
         allowed = max(self.MAX_CHUNKS - len(self.chunks) - pending, 0)
         taken = list(islice(self._free_slots(client, size), min(most, allowed)))
-        looks, slots = self.MAX_SEARCH, SLAB_SLOTS
-        while len(taken) < most and looks > 0 and slots > 0:
-            before = len(taken)
-            equal, others, passed = self._victims(client, size, most - before, looks)
-            for key, place in equal:
-                self.forget(key)
-                self.regions[place >> SLOT_BITS].evictions += 1
-                taken.append(place)
-            self._counters["evicted"] += len(equal)
+        looks = self.MAX_SEARCH
+        while len(taken) < most and looks > 0:
+            equal, others, passed = self._victims(client, size, most - len(taken), looks)
             looks -= max(len(passed), self.MAX_SEARCH // 8)
-            while others and len(taken) == before and slots > 0:
+            new = [self._evicted(key) for key in equal]
+            while others and not new:
                 at = others.pop(0)
-                slots -= self.regions[at // SLABS].slabs[at % SLABS].slots
                 if self._resized(at, size):
-                    taken += islice(self._of_slab(*divmod(at, SLABS), size), most - before)
-            if len(taken) == before:  # let the next search begin behind them
-                for key, _ in passed:
+                    new = list(islice(self._of_slab(*divmod(at, SLABS), size), most - len(taken)))
+            if not new:  # let the next search begin behind them
+                for key in passed:
                     self.chunks.move_to_end(key)
                 if len(passed) >= len(self.chunks):
                     break
+            taken += new
         return taken
+
+    def _evicted(self, key: m.ChunkKey) -> int:
+        """The place of a chunk that leaves for another one, which is granted at once."""
+        place = self.chunks[key]
+        region, _ = self.forget(key)
+        region.evictions += 1
+        self._counters["evicted"] += 1
+        return place
 
     def _free_slots(self, client: Peer, size: int) -> Iterator[int]:
         rank = {
@@ -101,10 +104,7 @@ class Room:
             for n, r in self.regions.items()
             if r.unused >= size and usable(r, client)
         }
-        return self._each_free(sorted(rank, key=rank.__getitem__), size)
-
-    def _each_free(self, numbers: list[int], size: int) -> Iterator[int]:
-        for number in numbers:
+        for number in sorted(rank, key=rank.__getitem__):
             region = self.regions[number]
             for slab in count():
                 if slab == len(region.slabs) and region.cut(size) is None:
@@ -123,12 +123,12 @@ class Room:
 
     def _victims(
         self, client: Peer, size: int, most: int, looks: int
-    ) -> tuple[list[tuple[m.ChunkKey, int]], list[int], list[tuple[m.ChunkKey, int]]]:
+    ) -> tuple[list[m.ChunkKey], list[int], list[m.ChunkKey]]:
         """The least recently used chunks of this size, until `SEARCH` chunks of other sizes or
         `looks` of any kind that stay were used before; the slabs of those of other sizes; all that
         stay."""
-        now, equal, others = self._now(), list[tuple[m.ChunkKey, int]](), dict[int, None]()
-        passed, since = list[tuple[m.ChunkKey, int]](), 0
+        now, equal, others = self._now(), list[m.ChunkKey](), dict[int, None]()
+        passed, since = list[m.ChunkKey](), 0
         sizes = {
             number * SLABS + at: slab.slot_bytes
             for number, region in self.regions.items()
@@ -136,14 +136,14 @@ class Room:
             for at, slab in enumerate(region.slabs)
             if slab.nbytes >= size
         }
-        for chunk in self.chunks.items():
-            place, at = chunk[1], chunk[1] >> SLAB_BITS
+        for key, place in self.chunks.items():
+            at = place >> SLAB_BITS
             may_go = at in sizes and self.regions[at // SLABS].pins[place & SLOT_MASK] <= now
             if may_go and sizes[at] == size:
-                equal.append(chunk)
+                equal.append(key)
                 since = 0
             else:
-                passed.append(chunk)
+                passed.append(key)
                 if may_go:
                     others[at] = None
                     since += 1
@@ -165,9 +165,7 @@ class Room:
         if not all(one.committed for one in used):
             return False
         for one in used:
-            self.evict(one.key)
-        region.evictions += len(used)
-        self._counters["evicted"] += len(used)
+            region.give(self._evicted(one.key) & SLOT_MASK)
         region.resize(slab_number, size)
         return True
 
