@@ -9,23 +9,24 @@ says, and nothing else."""
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from instance_cases import counts, instance_id, numbers
+from instance_cases import NAMESPACE, counts, instance_id, numbers, prompt
 from model import FakeClock
 from server_cases import add_region, asked
 
-from vcache_backend.metadata_server.hits import needed
+from vcache_backend.metadata_server.hits import HitSearch
 from vcache_backend.metadata_server.instances import ShownPart
 from vcache_backend.metadata_server.processes import Peer, ProcessId
 from vcache_backend.metadata_server.publications import InstancePublications
 from vcache_backend.metadata_server.requests import Service
 from vcache_backend.protocol import messages as m
+from vcache_backend.protocol.generation_table import ForeignTable
 from vcache_backend.vram_pool.generations import Generations
 
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
@@ -473,18 +474,57 @@ class TestResidentsAgainstTheModel(ResidentMachine.TestCase):
 # ---- where a hit ends
 
 
-NEEDED = [
-    (m.BlockTable("full", 2), 8, (0, 4)),
-    (m.BlockTable("window", 2, 3), 8, (1, 4)),
-    (m.BlockTable("window", 2, 9), 8, (0, 4)),
-    (m.BlockTable("state", 2, 1), 8, (3, 4)),
-    (m.BlockTable("local", 2, 3), 8, (3, 4)),
-    (m.BlockTable("local", 2, 4), 8, (4, 4)),
-]
+WIDE = m.BlockTable("full", 4)
+WINDOW, STATE, LOCAL = (
+    m.BlockTable("window", 1, 3),
+    m.BlockTable("state", 4, 1),
+    m.BlockTable("local", 1, 4),
+)
+Blocks = dict[int, set[int]]
+"""Of a table."""
+
+CASES: dict[str, tuple[list[m.BlockTable], int, Blocks, int]] = {
+    # tables, limit, the blocks that are there, the end
+    "full tables need nothing more": ([FULL], 7, {}, 7),
+    "a common end of all tables' blocks": ([FULL, WIDE], 11, {}, 8),
+    "nothing": ([FULL], 0, {}, 0),
+    "no window": ([FULL, WINDOW], 9, {}, 0),
+    "a window at the end": ([FULL, WINDOW], 9, {1: {6, 7, 8}}, 9),
+    "a window before the end": ([WINDOW, FULL], 9, {0: {3, 4, 5}}, 6),
+    "a window that is too short": ([FULL, WINDOW], 9, {1: {7, 8}}, 0),
+    "a window with a hole": ([FULL, WINDOW], 9, {1: {1, 2, 3, 5, 6}}, 4),
+    "a window at the beginning": ([FULL, WINDOW], 9, {1: {0, 1}}, 2),
+    "windows behind the limit": ([FULL, WINDOW], 5, {1: set(range(3, 9))}, 0),
+    "the longest of two windows": ([FULL, WINDOW], 20, {1: {2, 3, 4, 10, 11, 12}}, 13),
+    "a state": ([FULL, STATE], 11, {1: {1}}, 8),
+    "the state before": ([FULL, STATE], 7, {1: {0, 1}}, 4),
+    "a state and a window that do not meet": ([FULL, STATE, WINDOW], 12, {1: {2}, 2: {5, 6, 7}}, 0),
+    "a state and a window that meet": ([WINDOW, STATE, FULL], 12, {0: {5, 6, 7, 11}, 1: {1, 2}}, 8),
+    "a local chunk": ([FULL, LOCAL], 7, {1: {4, 5, 6}}, 7),
+    "the beginning of a local chunk": ([FULL, LOCAL], 7, {1: {5, 6}}, 4),
+    "a part of a local chunk": ([FULL, LOCAL], 7, {1: {4}}, 5),
+    "a window that reaches nowhere": ([FULL, m.BlockTable("window")], 5, {}, 5),
+    "only states": ([STATE], 100, {0: {4}}, 20),
+    "only windows": ([WINDOW, m.BlockTable("window", 1, 2)], 9, {0: {2, 3, 4}, 1: {3, 4}}, 5),
+}
 
 
-@pytest.mark.parametrize(("table", "end", "blocks"), NEEDED)
-def test_what_a_hit_needs_of_a_table(
-    table: m.BlockTable, end: int, blocks: tuple[int, int]
+@pytest.mark.parametrize(("tables", "limit", "here", "end"), CASES.values(), ids=CASES)
+def test_a_hit_ends_where_all_tables_have_what_it_needs(
+    tables: list[m.BlockTable], limit: int, here: Blocks, end: int
 ) -> None:
-    assert needed(table, end) == blocks
+    search, there = searched(tables, here)
+    assert search.best(limit, [there])[0] == end
+
+
+def searched(tables: list[m.BlockTable], here: Blocks) -> tuple[HitSearch, InstancePublications]:
+    """A look-up, and an instance that has published these blocks."""
+    with closing(Generations(IDS[0], 64)) as table:
+        join = m.Join(IDS[0], NAMESPACE, 64, 1, 4, tables)
+        there = InstancePublications(join, ForeignTable(table.fd, IDS[0], 64))
+        pairs = [(number, block) for number, blocks in here.items() for block in blocks]
+        for own, (number, block) in enumerate(pairs):
+            name = prompt(1, (block + 1) * tables[number].scale - 1, 1)
+            packs = numbers(own), counts(table.filled([own]))
+            there.publish(0, [m.BlockRun(block, *packs, number, name)])
+    return HitSearch(prompt(100, 0, 1), tables), there

@@ -111,3 +111,13 @@ def test_a_writer_that_is_done_before_its_table_comes_leaves_nothing_in_quaranti
     assert pool.directory.commit(ME, other) == []
     assert not pool.directory.quarantined()
     assert pool.store(*range(4)) == ["s"] * 4
+
+
+def test_a_write_in_two_segments_loses_what_lies_in_the_one_that_is_dropped() -> None:
+    pool = Pool()
+    pool.add("s", 2 * KIB)
+    pool.add("t", 2 * KIB)
+    reserved = pool.directory.reserve(ME, list(map(chunk_key, range(4))), KIB)
+    pool.directory.drop(m.SegmentId("s"))
+    assert pool.directory.commit(ME, reserved.reservation) == []
+    assert pool.store(*range(4)) == ["t", "t", m.Refusal.FULL, m.Refusal.FULL]

@@ -38,16 +38,15 @@ R = TypeVar("R", bound=m.Reply)
 class Sent(Generic[R]):
     """A request whose answer will be read by `answer` or by the next call on the channel.
 
-    The next call reads the answer into this object. `received`: a list for the answer's fds."""
+    The next call reads the answer into this object. received: gets the answer's fds, unless
+    None."""
 
-    def __init__(
-        self, channel: Channel, request: m.Request, kind: type[R], received: list[int] | None = None
-    ) -> None:
-        self.request, self.kind, self.received, self._channel = request, kind, received, channel
+    def __init__(self, channel: Channel, request: m.Request, kind: type[R]) -> None:
+        self.request, self.kind, self._channel = request, kind, channel
+        self.received: list[int] | None = None
         self.reply: m.Reply | None = None
         self.lost = ""
-        self.ahead = 0.0
-        """When it was sent, by `time.perf_counter`, if the answer is read by a later call; or 0."""
+        self.at = time.perf_counter()
 
     @property
     def over(self) -> bool:
@@ -161,11 +160,10 @@ class Channel:
         kind: type[R],
         seconds: float | None = None,
         fds: Sequence[int] = (),
-        received: list[int] | None = None,
     ) -> R:
-        """Send a request with `fds`, and wait for the answer. `received` gets the answer's fds."""
-        data, sent = sockets.encode(request), Sent(self, request, kind, received)
-        self._exchange(sent, seconds, data=data, fds=fds)
+        """Send a request with `fds`, and wait for the answer."""
+        sent = Sent(self, request, kind)
+        self._exchange(sent, seconds, data=sockets.encode(request), fds=fds)
         return sent.answer()
 
     def _open(
@@ -178,9 +176,11 @@ class Channel:
     ) -> tuple[R, list[int]]:
         """Send a request, with the fds `sends`, whose answer brings fds, which the caller closes.
         due: the number of fds that a reply should bring. ProtocolError if the number is wrong."""
-        fds: list[int] = []
+        sent, fds = Sent(self, request, kind), list[int]()
+        sent.received = fds
         try:
-            reply = self._call(request, kind, seconds, sends, received=fds)
+            self._exchange(sent, seconds, data=sockets.encode(request), fds=sends)
+            reply = sent.answer()
             if len(fds) != due(reply):
                 raise ProtocolError(
                     f"{len(fds)} fds came along, {due(reply)} were due; if fewer came, this "
@@ -193,9 +193,8 @@ class Channel:
 
     def _send(self, request: m.Request, kind: type[R], seconds: float) -> Sent[R]:
         """Send a request within `seconds`. The answer is read later."""
-        data, sent = sockets.encode(request), Sent(self, request, kind)
-        sent.ahead = time.perf_counter()
-        self._exchange(sent, seconds, drops=False, data=data, reads=False)
+        sent = Sent(self, request, kind)
+        self._exchange(sent, seconds, drops=False, data=sockets.encode(request), reads=False)
         return sent
 
     def _read_unread(self, link: ServerLink, deadline: float, last: Sent[Any]) -> None:
@@ -246,7 +245,7 @@ class Channel:
                 if reads:
                     self._read_unread(link, deadline, sent)
             except (OSError, ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise self._failure(link, sent, error, seconds, drops) from error
+                raise self._failure(link, sent, error, drops) from error
             except BaseException:
                 # A signal handler raised: the answer will still come, and must not be taken for the
                 # next call's answer.
@@ -256,16 +255,14 @@ class Channel:
             self._lock.release()
 
     def _failure(
-        self, link: ServerLink, sent: Sent[Any], error: Exception, seconds: float, drops: bool
+        self, link: ServerLink, sent: Sent[Any], error: Exception, drops: bool
     ) -> VCacheError:
         """What a call raises after this error, which may drop the connection. See `_exchange`."""
         if not isinstance(error, TimeoutError):
             self._drop(link, f"connection to the metadata server at {self._path} lost: {error}")
             return ServerUnavailable(self._down)
-        if sent.ahead:
-            seconds = time.perf_counter() - sent.ahead
-        call = _named(sent.request)
-        late = f"metadata server at {self._path} did not answer {call} in {seconds:.3g} s"
+        call = f"{_named(sent.request)} in {time.perf_counter() - sent.at:.2g} s"
+        late = f"metadata server at {self._path} did not answer {call}"
         if drops:
             self._drop(link, late)
             if time.monotonic() >= self._late_at + 60:
@@ -356,56 +353,11 @@ class Channel:
         if not self._complained:
             self._complained = True
             log.warning("vcache: %s; KV is computed, not shared, until it is back", self._down)
-        self._start_again()
-        return False
-
-    def _start_again(self) -> None:
-        """Call `on_killed` if the server was killed and has stayed away for `KILLED_SECONDS`."""
         if time.monotonic() >= max(self._killed_at + self.KILLED_SECONDS, self._start_after):
             self._killed_at = math.inf
             self._start_after = time.monotonic() + 60  # in case the servers do not last
             self.on_killed()
-
-
-class Standing:
-    """Tells the server a fact until `close`: at once, in the caller's thread; after every
-    reconnection, and with every heartbeat while the server refuses it, in the client's thread.
-
-    trouble: why the server does not know the fact now, or empty. Each new refusal is logged."""
-
-    def __init__(self, client: Channel, tell: Callable[[], object], refused: str) -> None:
-        """tell: sends one or several requests. refused: the meaning of a refusal, for the log."""
-        self._client, self._tell, self._refused = client, tell, refused
-        self._lock = threading.Lock()
-        self._closed = False
-        self.trouble = ""
-        client.on_return.append(self._now)
-        client.on_beat.append(self._mend)
-        self._now()
-
-    def close(self) -> None:
-        """Stop telling. The server forgets the fact when the connection closes. Idempotent."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._client.on_return.remove(self._now)
-                self._client.on_beat.remove(self._mend)
-
-    def _mend(self) -> None:
-        if self.trouble:
-            self._now()
-
-    def _now(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            try:
-                self._tell()
-                self.trouble = ""
-            except VCacheError as error:
-                if str(error) != self.trouble and not isinstance(error, ServerUnavailable):
-                    log.warning("%s: %s", self._refused, error)
-                self.trouble = str(error)
+        return False
 
 
 def _named(request: m.Request) -> str:
