@@ -102,10 +102,11 @@ class AwaitedLoads:
         self._settled: Any = None
         """The last output that `settle` saw."""
 
-    def expect(self, request_id: str) -> None:
-        """Note that vLLM waits for a load of this request."""
-        self.waiting[request_id] = 0
-        self._unsent.add(request_id)
+    def expect(self, request: Any, tokens: int) -> None:
+        """Note that vLLM waits for a load of this request, of so many tokens; 0: for none."""
+        if tokens:
+            self.waiting[request.request_id] = 0
+            self._unsent.add(request.request_id)
 
     def sent(self, loads: Iterable[LoadSpec]) -> None:
         """Note that the workers get these loads."""

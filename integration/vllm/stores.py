@@ -4,7 +4,6 @@ blocks."""
 from __future__ import annotations
 
 import sys
-from array import array
 from collections.abc import Mapping, Sequence
 from itertools import count
 from math import inf
@@ -14,7 +13,6 @@ from msgspec.structs import replace
 
 from vcache_backend.protocol.messages import BlockRun, ChunkKey, ResidentRun
 
-from .blocks import NUMBERS
 from .instance import InstanceContext
 from .lookups import Lookups
 from .metadata import Chunks, LoadSpec, MoreBlocks, PublicationSpec, StepMetadata, StoreSpec
@@ -32,11 +30,9 @@ class StorePlanner:
         self._size, self._groups = context.chunk_size, context.groups
         self._publications, self._copies = context.publications, context.copies
         self._load_numbers = count(1)
-        self._idle: list[str] = []
         self._idle_tokens: float = 0
-        """Most steps of running requests complete neither a block nor a chunk: the requests of the
-        last step that `_plan_running` has planned, and the tokens that none of them has computed
-        since before it completes something."""
+        """Most steps of running requests complete neither a block nor a chunk: how many tokens each
+        of them may still compute before one completes something."""
         self._offered: Mapping[str, list[tuple[int, int, int]]] = {}
         """The states in vLLM's prefix cache, by request, as (group, block, tokens)."""
         self._completed: list[tuple[list[ChunkKey], list[int]]] = []
@@ -161,6 +157,8 @@ class StorePlanner:
                 self._begin(begins)
                 reached = begins.computed + output.num_scheduled_tokens[new.req_id]
                 self._compute(begins.tracked, begins.computed, reached, meta)
+                left = begins.tracked.store.idle_until - reached
+                self._idle_tokens = min(self._idle_tokens, left)
         if self._publications is not None and self._context.stores:
             given = requests, self._may_publish, self._lookups
             meta.publications = self._publications.publish(*given)
@@ -192,7 +190,7 @@ class StorePlanner:
     def mark_stored(self, tracked: Tracked, chunks: int) -> None:
         """Note that the request's first `chunks` chunks are stored or being stored."""
         store, end = tracked.store, (chunks + 1) * self._size
-        store.stored, store.idle_until, self._idle_tokens = chunks, 0.0, 0
+        store.stored, store.idle_until = chunks, 0.0
         prompt = tracked.request.num_prompt_tokens if self._context.prompts_only else inf
         stores = self._may_store(tracked) and prompt >= end
         store.complete_at = (end if self._copies else sys.maxsize) if stores else inf
@@ -208,17 +206,13 @@ class StorePlanner:
     ) -> None:
         """Plan the step of requests that ran before."""
         scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
-        resumed, names, left = cached.resumed_req_ids, cached.req_ids, self._idle_tokens
+        resumed, names = cached.resumed_req_ids, cached.req_ids
+        self._idle_tokens -= max(map(scheduled.get, names), default=0)
         # Whether no request completes anything, as in most steps.
-        idle = left > 0 and not resumed and names == self._idle
-        if idle:
-            new = output.scheduled_new_reqs
-            left -= max(map(scheduled.get, names) if new else scheduled.values(), default=0)
-            idle = left > 0
+        idle = self._idle_tokens > 0 and not resumed
         if idle and not any(cached.new_block_ids):
-            self._idle_tokens = left
             return
-        left = left if idle else inf
+        left = self._idle_tokens if idle else inf
         for name, computed, added in zip(
             names, cached.num_computed_tokens, cached.new_block_ids, strict=True
         ):
@@ -234,7 +228,7 @@ class StorePlanner:
             if added is not None or resumed or reached >= store.idle_until:
                 self._compute(tracked, computed, reached, meta)
             left = min(left, store.idle_until - reached)
-        self._idle, self._idle_tokens = names, left
+        self._idle_tokens = left
 
     def _may_store(self, tracked: Tracked) -> bool:
         return self._context.stores and tracked.params.store and not self._context.refused
@@ -242,7 +236,8 @@ class StorePlanner:
     def _begin(self, begins: Beginning) -> None:
         """Note a request's blocks, in place of all earlier ones."""
         tracked, own = begins.tracked, self._publications
-        tracked.store.block_tables = [array(NUMBERS, table) for table in begins.block_tables]
+        # vLLM's runner adds to these lists.
+        tracked.store.block_tables = list(map(list, begins.block_tables))
         if own is not None and self._context.stores:
             blocks, rest = divmod(begins.computed, self._groups.block)
             size = self._context.hash_block
