@@ -263,7 +263,13 @@ def test_what_does_not_come_is_computed(here: Node, mishap: str) -> None:
     share = "in_place" if b.in_place else "pool"
     owner = started(here, mishap, share) if ends else here.a
     b.ask("paced", 0.2 if mishap == "stopped" else 60)
-    opens(here, owner, tokens)
+    if b.in_place:
+        opens(here, owner, tokens)
+    else:
+        owner.add("first", tokens)
+        computes(here, owner, 2)
+        b.add("second", tokens)
+        assert b.step(3) == {}
     if ends:
         owner.add("more", more)
     computes(here, owner, 1)
@@ -274,7 +280,7 @@ def test_what_does_not_come_is_computed(here: Node, mishap: str) -> None:
             owner.ask("abort", "first")
             for _ in range(5):
                 owner.one(new_tokens(1000))
-    else:
+    elif b.in_place:
         assert pulls(b, 3) == 1
     if mishap == "killed":
         owner.kill()
@@ -297,6 +303,7 @@ def test_what_does_not_come_is_computed(here: Node, mishap: str) -> None:
     b.ask("paced", 60)
     assert counts(b, end)[0] == before + 1
     assert second.agrees(here.aside.one(tokens))
+    assert b.in_place or second.cached == 6 * CHUNK, "what had come"
     owner.kill() if ends else owner.ask("abort", "first")
     if others is not None:
         alike(here, others, 0, more)
