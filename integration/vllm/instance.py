@@ -4,7 +4,7 @@ connection to the server."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from time import monotonic
@@ -14,7 +14,7 @@ from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import start
 from vcache_backend.protocol.channel import Standing
 from vcache_backend.protocol.client import Client
-from vcache_backend.protocol.messages import ChunkKey, Join
+from vcache_backend.protocol.messages import Join
 from vcache_backend.resident.mappings import Tables
 from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.transfer.session import make_tier
@@ -23,7 +23,6 @@ from vcache_backend.vram_pool.generations import GenerationView
 
 from ..around_vllm import served_at
 from .blocks import KVBlocks
-from .metadata import Link
 from .model import compat, groups, versions
 from .model import spec as model_spec
 from .model.sharing import Plan
@@ -109,11 +108,10 @@ class InstanceContext:
         announces its own KV cache."""
         if compat.publishes_events(vllm_config) and (not in_place or config.pool.lent):
             self.announcer = Announcer(self.ranks)
-        self.offload: OffloadLookup | None = None
+        self.offload: OffloadTier | None = None
         try:
             # Early: connecting takes a moment, in the background.
-            tier = make_tier(config.offload, EngineStats(), model.device_type != "cpu")
-            self.offload = OffloadLookup(tier, self.ranks) if tier is not None else None
+            self.offload = make_tier(config.offload, EngineStats(), model.device_type != "cpu")
         except Exception:  # the integration's outermost line: vLLM serves without
             log.exception("vcache: nothing is read from the offload tier")
         pooled = self.offload is not None or bool(config.pool.lent)
@@ -168,10 +166,12 @@ class InstanceContext:
         return not self.refused
 
     def note(
-        self, shards: Mapping[tuple[int, int], model_spec.ShardSpec], links: Mapping[int, Link]
+        self,
+        shards: Mapping[tuple[int, int], model_spec.ShardSpec],
+        links: Mapping[int, tuple[bool, float | None]],
     ) -> None:
         """Note the workers' reports. shards: by (pipeline rank, tensor rank), a shard, or why the
-        worker stopped caching. links: by worker number, the connection to the offload tier."""
+        worker stopped caching. links: by worker number, see `OffloadTier.link`."""
         if shards and not self.refused:
             self._shards |= shards
             problems = sorted({shard.problem for shard in self._shards.values() if shard.problem})
@@ -181,7 +181,7 @@ class InstanceContext:
                     self.offload.close()
                     self.offload = None
         if links and self.offload is not None:
-            self.offload.note(links)
+            self.offload.note(links, self.ranks)
 
     # ---- the server
 
@@ -268,41 +268,3 @@ class InstanceContext:
         if self.announcer is not None and self.client is not None:
             with suppress(VCacheError):
                 self.announcer.check(self.client.contains)
-
-
-class OffloadLookup:
-    """Looks chunks up in the offload tier. Runs in the scheduler's thread; each call waits at most
-    `offload.lookup_seconds`.
-
-    No hits while the scheduler or any worker cannot reach the tier."""
-
-    def __init__(self, tier: OffloadTier, ranks: int) -> None:
-        """ranks: shards of a chunk."""
-        self._tier, self._ranks = tier, ranks
-        self._links: dict[int, Link] = {}
-
-    @property
-    def usable(self) -> bool:
-        return self._tier.usable and all(link.usable for link in self._links.values())
-
-    def extend(self, client: Client, keys: Sequence[ChunkKey], found: int) -> int:
-        """Return how many leading chunks the pool and the offload tier have. found: how many the
-        pool has."""
-        try:
-            return self._tier.extend(client, keys, self._ranks, found) if self.usable else found
-        except VCacheError as error:
-            log.debug("look-up in the offload tier: %s", error)
-            return found
-
-    def note(self, links: Mapping[int, Link]) -> None:
-        """Note the workers' present connections to the store, by worker number."""
-        self._links |= links
-        rates = [link.bandwidth for link in self._links.values() if link.bandwidth is not None]
-        if rates:
-            # All workers load their shards at once, so the slowest worker decides when a chunk is
-            # loaded.
-            self._tier.bandwidth = min(rates) * self._ranks
-
-    def close(self) -> None:
-        """Idempotent."""
-        self._tier.close()

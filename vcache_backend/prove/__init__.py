@@ -105,8 +105,8 @@ class Pair:
         server = MetadataServer(folder / "vcache.sock", folder / "server.log", given)
         undo.enter_context(server)
         self._client = undo.enter_context(Client(server.path, _PATIENT))
-        told = {"arguments": _arguments(settings, model, server.path, cpu), "dummy": False}
-        command = module(f"{__name__}.instance", msgspec.json.encode(told).decode())
+        told = msgspec.json.encode(_arguments(settings, model, server.path, cpu)).decode()
+        command = module(f"{__name__}.instance", told)
         self.writer, self.reader = (
             undo.enter_context(Child(name, command, folder / f"{name}.log", given | visible))
             for name, visible in zip(("writer", "reader"), _visible(found), strict=True)
