@@ -11,8 +11,6 @@ an engine process, where much of the log follows."""
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -103,7 +101,7 @@ def mistake(transfer: Any) -> str:
         for where, told in _connectors(transfer):
             from .vllm import settings  # only where our connector is asked for
 
-            if fault := _switch(told) or misplaced(told):
+            if fault := misplaced(told):
                 return f"{where}{fault}"
             if told.get("kv_connector") == BESIDE:
                 continue
@@ -118,11 +116,9 @@ def mistake(transfer: Any) -> str:
 
 
 def _connectors(transfer: Any, where: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each of our connectors, however misspelt, also within MultiConnectors: its place, and vLLM's
-    settings of it."""
+    """Each of our connectors, also within MultiConnectors: its place, and vLLM's settings of it."""
     told = transfer if isinstance(transfer, Mapping) else getattr(transfer, "__dict__", {})
-    names = told.get("kv_connector"), told.get("kv_connector_module_path")
-    if "vcac" in str(names).lower():
+    if told.get("kv_connector") in (CLASS, BESIDE):
         yield where, told
     if told.get("kv_connector") in ("MultiConnector", BESIDE):
         extra = told.get("kv_connector_extra_config") or {}
@@ -144,25 +140,6 @@ def misplaced(transfer: Any) -> str:
         return f"{where} must begin with {CLASS}, not {_shown(names[0])}"
     twice = [name for name in names[1:] if name in (CLASS, BESIDE)]
     return f"{where} has {_shown(twice[0])}, too: once is enough" if twice else ""
-
-
-def _switch(told: Mapping[str, Any]) -> str:
-    """The mistake in the keys that name our connector, or empty."""
-    name, path = told.get("kv_connector"), told.get("kv_connector_module_path")
-    if path in (None, CONNECTOR):
-        meant = difflib.get_close_matches(str(name), (CLASS, BESIDE), 1, 0.0)[0]
-        return "" if name == meant else f"kv_connector is {_shown(name)}: set it to `{meant}`"
-    if not path or not _has(path, name):
-        found = f"kv_connector_module_path is {_shown(path)}, where vLLM finds no {_shown(name)}"
-        return f"{found}: leave it out, and set kv_connector to `{CLASS}`"
-    return ""
-
-
-def _has(path: str, name: Any) -> bool:
-    """Whether the module, somebody's own, has the class. vLLM imports it, too."""
-    with suppress(ImportError):
-        return hasattr(importlib.import_module(path), str(name))
-    return False
 
 
 def _shown(value: Any) -> str:

@@ -14,7 +14,6 @@ from vcache_backend.offload import objects
 from vcache_backend.offload.objects import Format
 from vcache_backend.offload.store import Store
 from vcache_backend.offload.transfers import (
-    DROPPED,
     Fetch,
     Reader,
     Writer,
@@ -162,14 +161,8 @@ class OffloadTier:
         return (writer := self._writer) is None or writer.flush(seconds)
 
     def snapshot(self) -> dict[str, Any]:
-        counted = self._stats.counted("offload_")
-        return {
-            "usable": self.usable,
-            "written": counted.get("written", 0),
-            "dropped": {reason: counted.get(f"dropped_{reason}", 0) for reason in DROPPED},
-            "late": counted.get("late", 0),
-            "store": self._store.snapshot(),
-        }
+        """What was counted, such as `written` chunks, and the store's state."""
+        return {"usable": self.usable, **self._stats.counted("offload_"), **self._store.snapshot()}
 
     def close(self, seconds: float = 3.0) -> None:
         """Close the store after running writes have ended, within `seconds`. Idempotent."""
