@@ -6,8 +6,8 @@ for LMCache (lmcache/hooks.py), and checks our connector's settings before vLLM 
 that a mistake in `kv_transfer_config` is the last line of vLLM's log.
 
 If `VLLM_PLUGINS` leaves the plugin out, vLLM finds our connector only by its
-`kv_connector_module_path`. The connector then says so, and finds a mistake in its own settings in
-an engine process, where much of the log follows."""
+`kv_connector_module_path`, and the connector finds a mistake in its own settings in an engine
+process, where much of the log follows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from vcache_backend.errors import ConfigError, printable
@@ -28,14 +27,11 @@ FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 CONNECTOR, CLASS = "vcache_backend.integration.vllm_connector", "VCacheConnector"
 BESIDE = "VCacheMultiConnector"
 """The class that puts our connector beside others."""
-_registered = False
 log = logging.getLogger(__name__)
 
 
 def register() -> None:
     """Cheap. Never raises."""
-    global _registered
-    _registered = True
     register_name()
     after_import(LMCACHE, _hook_into)
     # Only the front end has loaded this module. All other processes get the front end's
@@ -67,31 +63,13 @@ def _register_in(module: Any) -> None:
         log.warning(said, CLASS, CONNECTOR, error)
 
 
-def warn_if_left_out() -> None:
-    """Warn, in the front end, that vLLM was told not to load this plugin. Call it where vLLM loads
-    our connector."""
-    if ARGUMENTS in sys.modules and not _registered:
-        from vcache_backend.config import left_out
-
-        if wrong := left_out():
-            log.warning("vcache: %s. Until then mistakes in the settings are found late", wrong)
-
-
 def _checking(create: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        fault = mistake(getattr(self, "kv_transfer_config", None))
-        _refuse(fault)
-        if fault:
+        if fault := mistake(getattr(self, "kv_transfer_config", None)):
             raise ConfigError(fault)
         return create(self, *args, **kwargs)
 
     return create_engine_config
-
-
-def _refuse(fault: str) -> None:
-    """End vLLM's own command without a traceback, as for any wrong argument."""
-    if fault and _is_a_command():
-        raise SystemExit(f"vcache: {fault}")
 
 
 def mistake(transfer: Any) -> str:
@@ -144,12 +122,3 @@ def misplaced(transfer: Any) -> str:
 
 def _shown(value: Any) -> str:
     return "not set" if value is None else f"`{printable(str(value))}`"
-
-
-def _is_a_command() -> bool:
-    """Whether this program is vLLM's own: `vllm …`, or a vLLM module by `python -m`. Other programs
-    may want to catch the error."""
-    module = getattr(sys.modules.get("__main__"), "__spec__", None)
-    return Path("".join(sys.argv[:1])).name == "vllm" or (
-        module is not None and module.name.startswith("vllm.")
-    )

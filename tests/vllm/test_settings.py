@@ -5,15 +5,13 @@ what is refused. No vLLM is needed.
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm_cases import needs_vllm
 
 from vcache_backend.errors import MAX_LINE_CHARS, ConfigError
 from vcache_backend.integration import plugin
@@ -107,20 +105,6 @@ def test_what_stands_beside_our_connector_is_checked(inside: Any, said: str) -> 
     told = connector("VCacheMultiConnector", {"connectors": inside} if inside else {})
     found = plugin.mistake(told)
     assert (said in found, bool(found)) == (True, bool(said))
-
-
-@needs_vllm
-@pytest.mark.parametrize(("registered", "lines"), [(False, 1), (True, 0)])
-def test_a_plugin_that_vllm_was_told_not_to_load_is_named(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, registered: bool, lines: int
-) -> None:
-    """Where vLLM loads our connector, in the front end."""
-    monkeypatch.setenv("VLLM_PLUGINS", "lora_filesystem_resolver")
-    monkeypatch.setitem(sys.modules, plugin.ARGUMENTS, ModuleType("the front end's"))
-    monkeypatch.setattr(plugin, "_registered", registered)
-    plugin.warn_if_left_out()
-    said = "set VLLM_PLUGINS=lora_filesystem_resolver,vcache, or unset it"
-    assert caplog.text.count(said) == len(caplog.records) == lines
 
 
 # ---- wishes
