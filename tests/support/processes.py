@@ -33,7 +33,7 @@ from raw_protocol import Raw
 from vcache_backend.children import until
 from vcache_backend.config import ClientConfig, ServerConfig
 from vcache_backend.metadata_server.main import Server
-from vcache_backend.metadata_server.slots import SLAB_BITS, SlotsTable
+from vcache_backend.metadata_server.slots import SLAB_BITS, SlotRegion
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
 
@@ -695,28 +695,28 @@ def pool_keys(path: Path) -> list[m.ChunkKey]:
         for segment in client.list_segments():
             opened, fd, table_fd = client.open_segment(segment.id)
             os.close(fd)
-            with theirs(table_fd) as table:
-                for number, slab in enumerate(table.slabs()):
-                    slots = table.occupied(number << SLAB_BITS, slab.slots)
+            with theirs(table_fd) as region:
+                for number, slab in enumerate(region.slabs):
+                    slots = region.occupied(number << SLAB_BITS, slab.slots)
                     keys += [slot.key for slot in slots if slot.committed]
             assert opened.id == segment.id
     return keys
 
 
 @contextmanager
-def theirs(fd: int) -> Iterator[SlotsTable]:
+def theirs(fd: int) -> Iterator[SlotRegion]:
     """A server's table, without its lock. Closes fd."""
     file = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     os.close(fd)
-    with closing(SlotsTable(file, mmap.mmap(file, 0))) as table:
-        yield table
+    with closing(SlotRegion(info("", 1), file, mmap.mmap(file, 0))) as region:
+        yield region
 
 
 @contextmanager
 def leaving_nothing(path: Path) -> Iterator[None]:
     """The server ends in this block, and leaves no chunk to the next one: its tables are dead."""
     with Client(path, PATIENT, reconnect=False) as client, ExitStack() as undo:
-        tables = list[SlotsTable]()
+        tables = list[SlotRegion]()
         for segment in client.list_segments():
             _, fd, table = client.open_segment(segment.id)
             os.close(fd)
