@@ -115,6 +115,7 @@ FOUR = {
     "fork": ("four-servers", "b8547c01"),
     "trace": ("four-servers", "820aafcc"),
     "chat": ("four-servers", "f4151d0b"),
+    "chat, less memory": ("four-servers", "decea747"),
     "prefix": ("four-servers", "820aafcc"),
     "hot": ("four-servers", "820aafcc"),
     "warm": ("four-servers", "b8547c01"),
@@ -127,7 +128,8 @@ RANKS = {
     "prefix, four ranks": ("ranks", "7cf2a5da"),
     "hot, four ranks, H100s": ("ranks", "5a3c6805"),
     "chat, four ranks": ("ranks", "f4151d0b"),
-    "chat, four ranks, gpt-oss": ("ranks", "497ccee4"),
+    "chat, four ranks, gpt-oss": ("ranks", "decea747"),
+    "prefix, four ranks, gpt-oss": ("ranks", "decea747"),
 }
 
 
@@ -362,6 +364,7 @@ APART = {
         "2 + 2 servers: 8k, 32": "x4_pd_{}_8k_32_128",
         "2 + 2 servers: 8k, 64": "x4_pd_{}_8k_64_128",
     },
+    "decea747": {"3 + 1 servers: 32k, 8": "x4_pd_{}_32k_8_128_3+1"},
 }
 """By commit: servers, prompts and requests in flight, and what rows call them."""
 
@@ -392,7 +395,7 @@ def added() -> str:
 
 def scheduler() -> str:
     lines = []
-    sides = ("inplace", "in place", "7c262837"), ("vllm", "through a pool", "7c262837")
+    sides = ("inplace", "in place", "decea747"), ("vllm", "through a pool", "decea747")
     for side, name, commit in sides:
         for kind in ("hit", "miss"):
             row = rows("costs", commit)[f"{side}_scheduler_us_16k_{kind}_16_running"]
@@ -493,12 +496,14 @@ def claims() -> list[tuple[str, str]]:
     missed = rows("costs", "df14a072")["inplace_miss_16k"]["ratio"]
     two = {name: rows(*run)[f"routed_{name}_turn_throughput"]["ratio"] for name, run in TWO.items()}
     hot = rows(*FOUR["hot"])["x4_hot_turn_throughput"]["ratio"]
-    ranks = {
-        name: rows(*RANKS[f"{name}, four ranks"])[f"x4_dp_{name}_throughput"]["ratio"]
-        for name in ("prefix", "chat")
-    }
-    readme = [f"**× {ratio:.2f}**" for ratio in (*ranks.values(), two["fork"], two["cold"])]
-    readme += [f"**{sooner:.1f} times sooner**", f"takes {missed:.3f} times"]
+    ranks = [
+        rows(*RANKS[name])[f"x4_dp_{workload_of(name)}_throughput"]["ratio"]
+        for name in ("prefix, four ranks", "chat, four ranks", "chat, four ranks, gpt-oss")
+    ]
+    handover = rows("prefill-decode", "497ccee4")["x4_pd_handover_p50_8k_8_128"]["ratio"]
+    readme = [f"**× {ratio:.2f}**" for ratio in (*ranks, two["fork"], two["cold"])]
+    readme += [f"**{times:.1f} times sooner**" for times in (sooner, 1 / handover)]
+    readme.append(f"takes {missed:.3f} times")
     choose = [f"requests/s × {two[name]:.2f}" for name in ("fork", "cold")]
     lower = (two["chat"], two["prefix"], two["contention"], hot)
     choose += [f"{100 * (1 - ratio):.0f} % lower" for ratio in lower]

@@ -16,10 +16,10 @@ from ..processes import HOST, free_ports
 from .servers import Servers, healthy
 from .systems import SYSTEMS
 
-POLICIES = "turn", "cache_aware"
+POLICIES = "turn", "cache_aware", "power_of_two"
 THRESHOLD = 64
 """Of `cache_aware` by default: it sends a request to the server with its prefix, unless that has so
-many requests more than the other one.
+many requests more than the other one. `power_of_two` asks two servers, and looks at that alone.
 """
 RELATIVE = 1.1
 """And so many times as many."""
@@ -47,7 +47,7 @@ class Arm(NamedTuple):
     @property
     def name(self) -> str:
         """As rows have it."""
-        return f"{self.system}_{self.policy}{'' if self.policy == 'turn' else self.threshold}"
+        return f"{self.system}_{self.policy}" + f"{self.threshold}" * (self.policy == "cache_aware")
 
     @property
     def said(self) -> str:
@@ -56,8 +56,8 @@ class Arm(NamedTuple):
             return "vLLM's own balancer"
         if self.policy == "turn":
             return "requests in turn"
-        version = importlib.metadata.version("vllm-router")
-        return f"vllm-router {version} {self.policy}, threshold {self.threshold}"
+        said = f"vllm-router {importlib.metadata.version('vllm-router')} {self.policy}"
+        return said + f", threshold {self.threshold}" * (self.policy == "cache_aware")
 
 
 @contextmanager

@@ -185,7 +185,7 @@ def _arms(
 ) -> list[str]:
     """The arms of a system that have rows of a workload. what: only those with the same one."""
     pattern = re.compile(
-        case(rf"({system}_(turn|cache_aware\d+))", workload, "requests_per_second")
+        case(rf"({system}_(turn|power_of_two|cache_aware\d+))", workload, "requests_per_second")
     )
     arms = [match[1] for name in rows if (match := pattern.fullmatch(name))]
     return [arm for arm in arms if what in ("", _said(rows, workload, arm))]

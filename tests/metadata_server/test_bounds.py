@@ -8,7 +8,6 @@ import signal
 import tracemalloc
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -31,17 +30,18 @@ from vcache_backend.errors import Refused
 from vcache_backend.log_format import LineLimit
 from vcache_backend.metadata_server import publications
 from vcache_backend.metadata_server.directory import Backlog
+from vcache_backend.metadata_server.instances import InstanceRegistry, ShownPart
 from vcache_backend.metadata_server.processes import Peer, ProcessId
 from vcache_backend.metadata_server.requests import Service
-from vcache_backend.metadata_server.residents import ResidentDirectory
 from vcache_backend.metadata_server.slots import SLAB_SLOTS, SLABS
 from vcache_backend.protocol import messages as m
-from vcache_backend.protocol.generation_table import ForeignTable
+from vcache_backend.protocol.sockets import close_fds
 from vcache_backend.vram_pool.generations import Generations
 
 MIB = 1 << 20
 LINES, SECONDS = LineLimit.LINES, LineLimit.SECONDS
-A, B = instance_id(1), instance_id(2)
+A = instance_id(1)
+ME = Peer(1, ProcessId(7, 8), "host", "host")
 
 
 @contextmanager
@@ -66,12 +66,20 @@ def join(
     blocks: int = 10_000,
     tables: Sequence[m.BlockTable] = FULL,
 ) -> None:
-    fd = make_table(instance, blocks)
+    shown(service, m.Join(instance, NAMESPACE, blocks, ranks, 1, list(tables)))
+
+
+def shown(service: Service, request: m.Join, table: int | None = None) -> None:
+    """All of an instance."""
+    one = request.instance
+    fds = [make_table(one, request.blocks) if table is None else os.dup(table)]
     try:
-        request = m.Join(instance, NAMESPACE, blocks, ranks, 1, list(tables))
-        service.residents.open(request, partial(ForeignTable, fd, instance, blocks))
+        service.instances.join(ME, request, fds)
     finally:
-        os.close(fd)
+        close_fds(fds)
+    instance = service.instances.of[one]
+    instance.parts |= {rank: ShownPart(ME, []) for rank in range(request.ranks)}
+    instance.whole = True
 
 
 def publish(
@@ -90,7 +98,7 @@ def publish(
         every = [number % of for number in range(first, first + size)]
         hashes, generations = prompt(size, first, 1), counts(*[2] * size)
         run = m.BlockRun(table, first, hashes, numbers(*every), generations)
-        taken += service.residents.publish(m.Publish(instance, 0, [run]))
+        taken += service.instances.publish(ME, m.Publish(instance, 0, [run])).count
     return taken
 
 
@@ -100,7 +108,7 @@ def test_publications_are_bounded(
 ) -> None:
     """Also of blocks that have changed since, and of names that were published before."""
     most, blocks = 3 * publications.BLOCK_BYTES * 512, 512
-    monkeypatch.setattr(ResidentDirectory, "MAX_BYTES", most)
+    monkeypatch.setattr(InstanceRegistry, "MAX_BYTES", most)
     monkeypatch.setattr(m, "MAX_PUBLISHED", 256)
     service, undo = Service(1, now=FakeClock()), ExitStack()
     with grows_by_less_than(most), undo:
@@ -110,9 +118,9 @@ def test_publications_are_bounded(
             request = m.Join(one, NAMESPACE, blocks, ranks, 1, FULL * tables)
             if number == 3:
                 with pytest.raises(Refused, match="no memory for 512 more blocks"):
-                    service.residents.open(request, partial(ForeignTable, table.fd, one, blocks))
+                    shown(service, request, table.fd)
                 continue
-            service.residents.open(request, partial(ForeignTable, table.fd, one, blocks))
+            shown(service, request, table.fd)
             for turn in range(6):
                 table.void_all()
                 table.filled(range(blocks))
@@ -124,22 +132,20 @@ def test_publications_are_bounded(
                     counted = counts(*[2 * turn + 4] * size)
                     run = m.BlockRun(first % tables, 0, *packs, counted)
                     for rank in range(ranks):
-                        service.residents.publish(m.Publish(one, rank, [run]))
-            assert service.residents.of[one].live == blocks
-        for number in range(3):
-            service.residents.close(instance_id(number))
-    assert not service.residents.of
+                        service.instances.publish(ME, m.Publish(one, rank, [run]))
+            assert service.instances.published(one).live == blocks
+        service.disconnect(ME)
+    assert not service.instances.of
 
 
 def test_a_look_up_that_finds_all_of_a_name_changed_takes_no_long_turn() -> None:
     service, client = Service(1, now=FakeClock()), Peer(1, ProcessId(7, 8), "host", "host")
     with closing(Generations(A, 4096)) as table:
         request = m.Join(A, NAMESPACE, 4096, 1, 1, FULL)
-        service.residents.open(request, partial(ForeignTable, table.fd, A, 4096))
-        service.residents.of[A].whole = True
+        shown(service, request, table.fd)
         for number in range(4096):
             run = m.BlockRun(0, 0, prompt(1, 0, 1), numbers(number), counts(2))
-            assert service.residents.publish(m.Publish(A, 0, [run])) == 1
+            assert service.instances.publish(ME, m.Publish(A, 0, [run])) == m.Count(1)
         question = find(1, each=1)
         assert asked(service, client, question).found == 1
         table.void_all()
@@ -163,7 +169,6 @@ def test_no_look_up_takes_a_long_turn(size: int, tables: list[m.BlockTable]) -> 
     for number in range(8):
         one = instance_id(number)
         join(service, one, blocks=3 * m.MAX_HASHES, tables=tables)
-        service.residents.of[one].whole = True
         if tables is FULL:  # each has every eighth block
             for at in range(number, m.MAX_HASHES, 8):
                 publish(service, one, 1, 1, at)
@@ -174,7 +179,7 @@ def test_no_look_up_takes_a_long_turn(size: int, tables: list[m.BlockTable]) -> 
                 every = range(table - 1, m.MAX_HASHES, table)
                 for at in every:
                     run = block_run(1, table * m.MAX_HASHES + at, at, each=1, table=table)
-                    service.residents.publish(m.Publish(one, 0, [run]))
+                    service.instances.publish(ME, m.Publish(one, 0, [run]))
     question = find(m.MAX_HASHES, each=1, limit=m.MAX_HASHES)
     answer = asked(service, client, question)
     assert answer.cut == (tables is FULL) == (0 < answer.found < m.MAX_HASHES)
@@ -295,12 +300,11 @@ def test_a_publication_tells_few_however_many_hold_its_chunks() -> None:
     everyone = [instance_id(number) for number in range(60)]
     for one in everyone:
         join(service, one)
-        service.residents.of[one].whole = True
-        work = work_of(lambda one=one: service.residents.publish(m.Publish(one, 0, [run])))
+        work = work_of(lambda one=one: service.instances.publish(ME, m.Publish(one, 0, [run])))
         assert work <= 2 * A_TURN
-        assert service.residents.of[one].live == size
-        told = {other: service.residents.copies(other) for other in everyone}
-        while any(service.residents.copies(other) for other in everyone):
+        assert service.instances.published(one).live == size
+        told = {other: service.instances.copies(other) for other in service.instances.of}
+        while any(map(service.instances.copies, service.instances.of)):
             pass
         holders = sum(map(bool, told.values()))
         assert (bool(told[one]), holders <= 5) == (one != everyone[0], True)

@@ -28,7 +28,7 @@ from vcache_backend.metadata_server.directory import Backlog, Directory
 from vcache_backend.metadata_server.processes import Peer, ProcessId
 from vcache_backend.metadata_server.resets import Resets
 from vcache_backend.metadata_server.room import Room
-from vcache_backend.metadata_server.slots import SlotRegion, SlotsTable
+from vcache_backend.metadata_server.slots import SlotRegion
 from vcache_backend.protocol.messages import (
     ChunkKey,
     Location,
@@ -47,6 +47,10 @@ SIZES = [1024, 1024, 1024, 1000, 500, 256, 2048, 6000]
 SECONDS = 30.0
 one_of = st.integers(0, 1 << 16)
 some_keys = st.lists(st.sampled_from(KEYS), min_size=1, max_size=5)
+
+
+def described(name: str) -> SegmentInfo:
+    return SegmentInfo(SegmentId(name), "gpu-0", "host", SEGMENTS[name])
 
 
 class Killed(Exception):
@@ -197,16 +201,16 @@ class SlotMachine(RuleBasedStateMachine):
         if name not in self.memory:
             self.backlog.run(1 << 30)  # until an earlier segment of this name is gone
             self.memory[name] = bytearray(SEGMENTS[name])
-            table = SlotsTable.create(name, SEGMENTS[name])
-            self.fds[name] = os.dup(table.fd)
-            self.views[name] = GenerationView.of_segment(table.fd, name)
-            self.use(name, table)
+            region = SlotRegion.create(described(name))
+            self.fds[name] = os.dup(region.fds[-1].fd)
+            self.views[name] = GenerationView.of_segment(self.fds[name], name)
+            self.use(region)
 
     @rule(pick=one_of)
     @precondition(lambda self: self.away)
     def offer_again(self, pick: int) -> None:
         name = self.away.pop(pick % len(self.away))
-        self.use(name, SlotsTable.take_over(self.fds[name], name, SEGMENTS[name]))
+        self.use(SlotRegion.take_over(described(name), self.fds[name]))
         self.follow(may_go=set(KEYS))
 
     @rule(steps=st.integers(1, 400))
@@ -215,11 +219,10 @@ class SlotMachine(RuleBasedStateMachine):
         self.backlog.run(steps)
         self.follow(may_go=set(KEYS))
 
-    def use(self, name: str, table: SlotsTable) -> None:
+    def use(self, region: SlotRegion) -> None:
         for view in ("words", "generations", "numbers"):
-            setattr(table, view, Stores(getattr(table, view)))
-        info = SegmentInfo(SegmentId(name), "gpu-0", "host", SEGMENTS[name])
-        self.directory.add(SlotRegion(info, table))
+            setattr(region, view, Stores(getattr(region, view)))
+        self.directory.add(region)
 
     @rule(pick=one_of)
     @precondition(lambda self: len(self.memory) > len(self.away) + 1)
@@ -385,7 +388,7 @@ class SlotMachine(RuleBasedStateMachine):
     def watch(self) -> None:
         """The server hears of ended processes."""
         living = {one.process for one in (*self.clients, *self.writes)}
-        for process in self.directory.writers() - living:
+        for process in {one.process for one in self.directory.quarantined()} - living:
             self.directory.process_gone(process)
             self.backlog.run(1 << 30)
             self.follow(may_go=set(KEYS))
@@ -544,11 +547,12 @@ class SlotMachine(RuleBasedStateMachine):
     def _offer_all(self, committing: list[Writing]) -> None:
         """The table says which chunks of a killed commit count."""
         for name in self.away:
-            self.use(name, SlotsTable.take_over(self.fds[name], name, SEGMENTS[name]))
+            self.use(SlotRegion.take_over(described(name), self.fds[name]))
         self.away = []
         self.backlog.run(1 << 30)
         for one in committing:
-            void = self.directory._void.get(one.process, {}).get(one.number, [])
+            write = self.directory.writes.get(one.number)
+            void = write.places.values() if write is not None else ()
             if self.where(one.key) == (one.segment, one.offset):
                 self.live[one.key] = one
             elif (one.segment, one.offset) in map(self.at, void):
@@ -585,10 +589,10 @@ class SlotMachine(RuleBasedStateMachine):
         """Whether a chunk is not in its table any more, which may be half read."""
         region = self.directory.region(SegmentId(one.segment))
         for number, slab in enumerate(region.slabs if region is not None else ()):
-            at, rest = divmod(one.offset - slab.place.offset, slab.place.slot_bytes)
-            if 0 <= at < slab.place.slots:
+            at, rest = divmod(one.offset - slab.offset, slab.slot_bytes)
+            if 0 <= at < slab.slots:
                 slot = number << slots.SLAB_BITS | at
-                return bool(rest) or region.table.generations[slot] != one.number
+                return bool(rest) or region.generations[slot] != one.number
         return False
 
     @invariant()
@@ -614,20 +618,19 @@ class SlotMachine(RuleBasedStateMachine):
             while self.away:
                 self.offer_again(0)
             self.backlog.run(1 << 30)
-            assert not self.over & {at for void in self.directory._void.values() for at in void}
+            assert not self.over & self.directory.writes.keys()
             while self.clients:
                 self.kill_process(0)
             self.writes = []
             self.directory.tick()
             self.watch()
-            assert not self.directory.writers()
-            assert not self.directory._writes
+            assert not self.directory.writes
             assert not self.directory._pending
             self.directory.remove(list(self.directory.chunks))
             for region in self.directory.regions.values():
                 assert region.unused == region.nbytes
                 for slab in region.slabs:
-                    assert sorted(slab.free) == list(range(slab.place.slots))
+                    assert sorted(slab.free) == list(range(slab.slots))
         finally:
             Life.left = None
             self.close_tables()
@@ -637,7 +640,7 @@ class SlotMachine(RuleBasedStateMachine):
 
     def close_tables(self) -> None:
         for region in self.directory.regions.values():
-            region.table.close()
+            region.close()
 
 
 SlotMachine.TestCase.settings = settings(

@@ -32,7 +32,7 @@ from server_cases import CLIENT
 
 from vcache_backend.errors import Refused, VCacheError
 from vcache_backend.metadata_server import processes, publications
-from vcache_backend.metadata_server.residents import ResidentDirectory
+from vcache_backend.metadata_server.instances import InstanceRegistry, SharedInstance
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
 from vcache_backend.vram_pool.generations import Generations
@@ -369,7 +369,7 @@ def test_two_that_hold_a_chunk_hear_of_each_other_once(
     show(b, B, regions=2)  # another KV cache
     assert a.heartbeat().copies == []
     assert b.heartbeat().copies == copies(A, 2)
-    monkeypatch.setattr(ResidentDirectory, "MAX_COPIES", 2)
+    monkeypatch.setattr(SharedInstance, "MAX_COPIES", 2)
     alone.servers[0].close()
     with running(alone.path):
         a, b = alone.client(), alone.client()
@@ -380,7 +380,7 @@ def test_two_that_hold_a_chunk_hear_of_each_other_once(
 
 def test_each_of_many_hears_of_another(alone: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """One publication tells only some of them."""
-    monkeypatch.setattr(ResidentDirectory, "MAX_NOTED", 1)
+    monkeypatch.setattr(InstanceRegistry, "MAX_NOTED", 1)
     with running(alone.path):
         clients = [(alone.client(), instance_id(number)) for number in (1, 2, 3)]
         for client, name in clients:
@@ -497,7 +497,7 @@ def test_nobody_waits_for_memory_to_be_freed(alone: Stage, monkeypatch: pytest.M
 
 def test_instances_and_their_tables_are_bounded(alone: Stage, reader: Client) -> None:
     with alone.client() as greedy:
-        most = ResidentDirectory.MAX_BYTES // (m.MAX_BLOCKS * publications.BLOCK_BYTES)
+        most = InstanceRegistry.MAX_BYTES // (m.MAX_BLOCKS * publications.BLOCK_BYTES)
         for number in range(most):
             join(greedy, instance_id(number), m.MAX_BLOCKS)
         with pytest.raises(Refused, match="no memory for 2,097,152 more blocks"):

@@ -7,37 +7,39 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from processes import info
 
 from vcache_backend import seals
 from vcache_backend.errors import SegmentError
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.processes import ProcessId
-from vcache_backend.metadata_server.slots import TABLE_BYTES, SlabPlace, SlotsTable
+from vcache_backend.metadata_server.slots import TABLE_BYTES, SlotRegion
 from vcache_backend.protocol.messages import ChunkKey
 from vcache_backend.vram_pool.generations import GenerationView
 
 NBYTES = 4096
+S = info("s", NBYTES)
 KEY = ChunkKey(bytes(range(26)))
 
 
 @pytest.fixture
 def shown() -> Iterator[int]:
     """What a client holds of the table of an earlier server."""
-    table = SlotsTable.create("s", NBYTES)
-    table.cut(0, SlabPlace(0, 1024, NBYTES))
-    table.grant(1, KEY, ProcessId(7, 8), 100)
-    fd = os.dup(table.fd)
-    table.close()
+    region = SlotRegion.create(S)
+    region.cut(1024)
+    region.grant(0, KEY, ProcessId(7, 8), 100)
+    fd = os.dup(region.fds[0].fd)
+    region.close()
     yield fd
     os.close(fd)
 
 
 def test_one_server_at_a_time_has_a_table(shown: int) -> None:
-    table = SlotsTable.take_over(shown, "s", NBYTES)
+    region = SlotRegion.take_over(S, shown)
     with pytest.raises(BlockingIOError):
-        SlotsTable.take_over(shown, "s", NBYTES)
-    table.close()
-    SlotsTable.take_over(shown, "s", NBYTES).close()
+        SlotRegion.take_over(S, shown)
+    region.close()
+    SlotRegion.take_over(S, shown).close()
 
 
 def test_what_a_client_holds_cannot_be_written(shown: int) -> None:
@@ -48,9 +50,9 @@ def test_what_a_client_holds_cannot_be_written(shown: int) -> None:
 
 
 def test_only_this_segments_table_is_taken_over(shown: int) -> None:
-    for segment, nbytes in (("t", NBYTES), ("s", 2 * NBYTES)):
+    for name, nbytes in (("t", NBYTES), ("s", 2 * NBYTES)):
         with pytest.raises(OSError, match="segment"):
-            SlotsTable.take_over(shown, segment, nbytes)
+            SlotRegion.take_over(info(name, nbytes), shown)
     with pytest.raises(SegmentError, match="expected are"):
         GenerationView.of_segment(shown, "t")
 
@@ -58,7 +60,7 @@ def test_only_this_segments_table_is_taken_over(shown: int) -> None:
 def test_what_others_could_have_made_is_not_taken_over() -> None:
     fd, memory = seals.sealed("slots", TABLE_BYTES)
     with memory, pytest.raises(OSError, match="not a table of slots of uid"):
-        SlotsTable.take_over(fd, "s", NBYTES)  # every memfd but a server's has another mode
+        SlotRegion.take_over(S, fd)  # every memfd but a server's has another mode
     os.close(fd)
 
 
@@ -67,7 +69,7 @@ def test_numbers_of_another_clock_are_not_believed(
 ) -> None:
     monkeypatch.setattr(processes, "namespaces", lambda: b"pid:[1] time:[2] of boot 3\n")
     with pytest.raises(OSError, match="another clock"):
-        SlotsTable.take_over(shown, "s", NBYTES)
+        SlotRegion.take_over(S, shown)
 
 
 def test_writers_of_another_pid_namespace_are_never_taken_for_gone(
@@ -75,6 +77,6 @@ def test_writers_of_another_pid_namespace_are_never_taken_for_gone(
 ) -> None:
     rest = processes.namespaces().split(b" ", 1)[1]
     monkeypatch.setattr(processes, "namespaces", lambda: b"pid:[1] " + rest)
-    table = SlotsTable.take_over(shown, "s", NBYTES)
-    assert [one.writer for one in table.occupied(0, 4)] == [ProcessId(0, 8)]
-    table.close()
+    region = SlotRegion.take_over(S, shown)
+    assert [one.writer for one in region.occupied(0, 4)] == [ProcessId(0, 8)]
+    region.close()

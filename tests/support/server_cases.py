@@ -15,7 +15,7 @@ from processes import QUICK, Child, Stage, info
 
 from vcache_backend.metadata_server.processes import Peer
 from vcache_backend.metadata_server.requests import Service
-from vcache_backend.metadata_server.slots import SlotRegion, SlotsTable
+from vcache_backend.metadata_server.slots import SlotRegion
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
 
@@ -62,7 +62,7 @@ def asked(service: Service, client: Peer, request: m.AnyRequest) -> m.Reply:
 
 def add_region(service: Service, segment: m.SegmentInfo) -> SlotRegion:
     """Use a segment of which there are no bytes."""
-    region = SlotRegion(segment, SlotsTable.create(segment.id, segment.nbytes))
+    region = SlotRegion.create(segment)
     service.directory.add(region)
     return region
 

@@ -7,11 +7,11 @@ it is done, or its process has ended. (3) All of this is in the table before an 
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, groupby, islice, repeat
-from operator import itemgetter
 
 import msgspec
 
@@ -19,7 +19,7 @@ from vcache_backend.metadata_server import resets as namespaces
 from vcache_backend.metadata_server.processes import Peer, ProcessId
 from vcache_backend.metadata_server.resets import MAX_RESETS, Reset, Resets
 from vcache_backend.metadata_server.room import SLOT_BITS, SLOT_MASK, Room, usable
-from vcache_backend.metadata_server.slots import SLAB_BITS, SLAB_SLOTS, SlotRegion, padded
+from vcache_backend.metadata_server.slots import SLAB_BITS, SLAB_SLOTS, SLABS, SlotRegion, padded
 from vcache_backend.protocol import messages as m
 
 _ENOUGH = f"one request reserves at most {m.MAX_SLOTS:,} slots; reserve the others with another one"
@@ -54,8 +54,9 @@ class Backlog:
             steps -= max(1, done)
 
 
-class _Write(msgspec.Struct, gc=False):
-    """Slots that a client's process writes, by key, and may commit."""
+class Write(msgspec.Struct, gc=False):
+    """Slots that a process writes, by key. client: the connection that may commit them up to the
+    deadline. 0: none, they are in quarantine until the process says that it is done, or ends."""
 
     client: int
     process: ProcessId
@@ -94,11 +95,10 @@ class Directory:
         self._stale = dict[int, None]()
         """The regions whose chunks a sweep has yet to look at."""
         self._sweeping = False
-        self._writes: dict[int, _Write] = {}
-        """In order of deadlines: all last equally long."""
-        self._pending: dict[m.ChunkKey, int] = {}
-        self._void: dict[ProcessId, dict[int, list[int]]] = {}
-        """Slots in quarantine, by writer and number."""
+        self.writes: dict[int, Write] = {}
+        """By number. Also of earlier servers, which are all in quarantine."""
+        self._pending = set[m.ChunkKey]()
+        """The chunks that may still be committed."""
         self._done: OrderedDict[tuple[ProcessId, int], None] = OrderedDict()
         """Writes that have ended and of which a table that has yet to come may know."""
 
@@ -131,15 +131,14 @@ class Directory:
         chunks = region.chunks
         if region.state == "live":
             region.state = "draining"
-            region.table.give_up()
-            for at, write in list(self._writes.items()):
-                if any(place >> SLOT_BITS == number for place in write.places.values()):
-                    self._quarantine(at)
-            for process, void in list(self._void.items()):
-                for at, places in list(void.items()):
-                    void[at] = [place for place in places if place >> SLOT_BITS != number]
-                    if not void[at]:
-                        self._leave(process, at)
+            region.give_up()
+            for at, write in list(self.writes.items()):
+                rest = {key: at for key, at in write.places.items() if at >> SLOT_BITS != number}
+                if len(rest) < len(write.places):
+                    self._quarantine(write)
+                    write.places = rest
+                if not rest:
+                    del self.writes[at]
             self._begin_sweep([number])
         return chunks
 
@@ -210,7 +209,7 @@ class Directory:
         granted = dict[m.ChunkKey, m.Location]()
         for key, place in places.items():
             region, slot = self.room.at(place)
-            region.table.grant(slot, key, client.process, number)
+            region.grant(slot, key, client.process, number)
             granted[key] = m.Location(region.id, region.offset(slot), nbytes)
         if refusal is None and len(places) < len(new):
             refusal = m.Refusal.FULL
@@ -227,38 +226,38 @@ class Directory:
                 slots.append(int(m.Refusal.FULL if refusal is None else refusal))
         if not places:
             return m.Reserved(0, 0.0, slots, reason, epoch)
-        self._pending |= dict.fromkeys(places, number)
+        self._pending |= places.keys()
         deadline = self._now() + self._write_seconds
-        self._writes[number] = _Write(client.id, client.process, deadline, places)
+        self.writes[number] = Write(client.id, client.process, deadline, places)
         return m.Reserved(number, self._write_seconds, slots, reason, epoch)
 
     def commit(self, client: Peer, number: int) -> list[m.ChunkKey]:
         """Let readers find what a client has written, the first the most recent. Returns the
         chunks, none if it is too late or there was a reset. The client has finished writing."""
-        write = self._writes.get(number)
+        write = self.writes.get(number)
         if write is None or write.client != client.id or self._now() > write.deadline:
             self.abort(client, number)
             return []
-        self._shut(number)
+        self._quarantine(write)
+        del self.writes[number]
         for key, place in reversed(write.places.items()):
             if key in self.chunks:  # a segment has brought the chunk meanwhile
                 self.room.evict(key)
             region, slot = self.room.at(place)
-            region.table.fill(slot, number)
+            region.fill(slot, number)
             self.room.put(key, place)
         return list(write.places)
 
     def abort(self, client: Peer, number: int) -> int:
         """Free slots that a process has finished writing. Returns how many."""
-        write = self._writes.get(number)
-        if write is not None and write.process == client.process:
-            self._quarantine(number)
-        freed = self._free(client.process, number)
-        if not freed:  # a table that has yet to come may know of it
-            self._done[client.process, number] = None
-            if len(self._done) > 4096:
-                self._done.popitem(last=False)
-        return freed
+        self._done[client.process, number] = None  # a table that has yet to come may know of it
+        if len(self._done) > 4096:
+            self._done.popitem(last=False)
+        write = self.writes.get(number)
+        if write is None or write.process != client.process:
+            return 0
+        self._quarantine(write)
+        return self._free(number)
 
     def remove(self, keys: Iterable[m.ChunkKey]) -> int:
         """Forget chunks. Reads under way fail. Returns how many."""
@@ -293,29 +292,16 @@ class Directory:
 
     def disconnect(self, client: int) -> None:
         """A connection has ended: what it was writing goes into quarantine."""
-        for number in [n for n, write in self._writes.items() if write.client == client]:
-            self._quarantine(number)
+        self._quarantine(*(write for write in self.writes.values() if write.client == client))
 
     def tick(self) -> None:
         """Quarantine what was not committed in time."""
         now = self._now()
-        for number in [n for n, write in self._writes.items() if write.deadline < now]:
-            self._quarantine(number)
+        self._quarantine(*(write for write in self.writes.values() if write.deadline < now))
 
-    def written(self) -> tuple[int, int]:
-        """The numbers of open and of quarantined reservations."""
-        return len(self._writes), sum(map(len, self._void.values()))
-
-    def quarantined(self) -> Counter[int]:
-        """The number of quarantined slots by the pid of their writer."""
-        slots = Counter[int]()
-        for process, void in self._void.items():
-            slots[process.pid] += sum(map(len, void.values()))
-        return slots
-
-    def writers(self) -> set[ProcessId]:
-        """The processes whose end frees slots. Also of earlier servers."""
-        return set(self._void)
+    def quarantined(self) -> list[Write]:
+        """The writes in quarantine. The ends of their processes free the slots."""
+        return [write for write in self.writes.values() if not write.client]
 
     def process_gone(self, process: ProcessId) -> None:
         """A process has ended, and writes no more."""
@@ -329,23 +315,19 @@ class Directory:
             return None
         region, slot = self.room.at(place)
         first = self._reset(key[: m.NAMESPACE_BYTES]).first
-        live = region.state == "live" and region.table.generations[slot] >= first
+        live = region.state == "live" and region.generations[slot] >= first
         return place if live else None
 
-    def _run(self, first: int, slab: int, slots: list[int]) -> m.SlotRun:
-        region = self.regions[slab >> SLOT_BITS - SLAB_BITS]
-        base, generations = slots[0] >> SLAB_BITS << SLAB_BITS, region.table.generations
-        place = region.slab_of(base).place
-        packed = (
-            array("I", slots).tobytes(),
-            array("Q", [generations[at] for at in slots]).tobytes(),
-        )
-        return m.SlotRun(first, region.id, base, place.offset, place.slot_bytes, *packed)
+    def _run(self, first: int, at: int, slots: list[int]) -> m.SlotRun:
+        region = self.regions[at // SLABS]
+        base, generations = slots[0] >> SLAB_BITS << SLAB_BITS, region.generations
+        slab, counts = region.slab_of(base), array("Q", [generations[slot] for slot in slots])
+        packed = array("I", slots).tobytes(), counts.tobytes()
+        return m.SlotRun(first, region.id, base, slab.offset, slab.slot_bytes, *packed)
 
     def _refusal(self, client: Peer, nbytes: int) -> tuple[m.Refusal | None, str]:
         """Explain why no chunk of this size can get a slot now; (None, "") if a chunk can."""
-        written = sum(len(write.places) for write in self._writes.values())
-        written += self.quarantined().total()
+        written = sum(len(write.places) for write in self.writes.values())
         if written >= 1 << 16:  # a clearing voids all at once
             busy = f"{written:,} slots are being written or in quarantine: see `vcache status`"
             return m.Refusal.FULL, busy
@@ -370,35 +352,25 @@ class Directory:
         self._last = max(self._last + 2, int(self._now() * 1e9) & -2)
         return self._last
 
-    def _shut(self, number: int) -> _Write:
-        write = self._writes.pop(number)
-        for key in write.places:
-            del self._pending[key]
-        return write
+    def _quarantine(self, *writes: Write) -> None:
+        """From now on nobody can commit these."""
+        for write in writes:
+            if write.client:
+                write.client = 0
+                self._pending -= write.places.keys()
 
-    def _quarantine(self, number: int) -> None:
-        write = self._shut(number)
-        self._void.setdefault(write.process, {})[number] = list(write.places.values())
-
-    def _leave(self, process: ProcessId, number: int) -> list[int]:
-        void = self._void.get(process, {})
-        places = void.pop(number, [])
-        if not void:
-            self._void.pop(process, None)
-        return places
-
-    def _free(self, process: ProcessId, number: int) -> int:
+    def _free(self, number: int) -> int:
         """Free quarantined slots, since their writer has finished. Returns how many."""
-        places = self._leave(process, number)
-        for place in places:
-            region, slot = self.room.at(place)
-            region.table.free(slot)
+        places = self.writes.pop(number).places
+        for region, slot in map(self.room.at, places.values()):
+            region.ended(slot)
             region.give(slot)
         return len(places)
 
     def _gone(self, process: ProcessId) -> Steps:
-        while void := self._void.get(process):
-            yield from repeat(None, self._free(process, next(iter(void))))
+        for number, write in list(self.writes.items()):
+            if write.process == process and not write.client and number in self.writes:
+                yield from repeat(None, self._free(number))
 
     # ---- inside: resets
 
@@ -409,9 +381,9 @@ class Directory:
         changed = [name for name in resets if resets[name] != self._reset(name)]
         self._keep(resets)
         self.resets = resets
-        for number, written in list(self._writes.items()):
-            if any(number < self._reset(k[: m.NAMESPACE_BYTES]).first for k in written.places):
-                self._quarantine(number)
+        for number, write in self.writes.items():
+            if any(number < self._reset(k[: m.NAMESPACE_BYTES]).first for k in write.places):
+                self._quarantine(write)
         for name in [b""] if b"" in changed else changed:
             self._on_reset(name)
         self._begin_sweep(self.regions)
@@ -433,14 +405,14 @@ class Directory:
             if region.state == "draining":
                 self._stale.pop(number, None)
                 del self.regions[number]
-                region.table.close()
+                region.close()
         self._sweeping = False
 
     def _forget_in(self, region: SlotRegion) -> Steps:
-        for number, slab in enumerate(region.slabs):
-            for slot in range(slab.place.slots):
+        for at, slab in enumerate(region.slabs):
+            for slot in range(slab.slots):
                 yield
-                for one in region.table.occupied(number << SLAB_BITS | slot, 1):
+                for one in region.occupied(at << SLAB_BITS | slot, 1):
                     place = self.chunks.get(one.key)
                     mine = place is not None and self.room.at(place) == (region, one.slot)
                     if mine and self._counts(one.key, place) is None:
@@ -453,8 +425,8 @@ class Directory:
         region = self.regions[number]
         for at, slab in enumerate(region.slabs):
             first = at << SLAB_BITS
-            for start in range(first, first + slab.place.slots, 64):
-                stop = min(start + 64, first + slab.place.slots)
+            for start in range(first, first + slab.slots, 64):
+                stop = min(start + 64, first + slab.slots)
                 yield from repeat(None, stop - start)
                 if region.state != "live":
                     return
@@ -462,29 +434,26 @@ class Directory:
         region.rebuilt = True
 
     def _take_back(self, number: int, start: int, stop: int) -> None:
-        region, chunks, free = self.regions[number], list[tuple[int, m.ChunkKey, int]](), set[int]()
+        region, free = self.regions[number], set(range(start, stop))
         slab = region.slab_of(start)
-        free.update(range(start, stop))
-        for one in region.table.occupied(start, stop - start):
+        for one in region.occupied(start, stop - start):
             place = number << SLOT_BITS | one.slot
             if one.committed:
-                chunks.append((one.number, one.key, place))
+                old = one.number < self._reset(one.key[: m.NAMESPACE_BYTES]).first
+                if old or self.chunks.get(one.key) is not None or one.key in self._pending:
+                    region.void(one.slot)
+                    continue
+                self.room.put(one.key, place)
+                self.chunks.move_to_end(one.key, last=False)  # the least recently used
             elif (one.writer, one.number) in self._done:
-                region.table.free(one.slot)
+                region.ended(one.slot)
                 continue
             else:
-                self._void.setdefault(one.writer, {}).setdefault(one.number, []).append(place)
+                write = Write(0, one.writer, math.inf, {})
+                self.writes.setdefault(one.number, write).places[one.key] = place
             free.remove(one.slot)
-            region.unused -= slab.place.slot_bytes
+            region.unused -= slab.slot_bytes
         slab.free += [slot & SLAB_SLOTS - 1 for slot in sorted(free, reverse=True)]
-        for written, key, place in sorted(chunks, key=itemgetter(0), reverse=True):
-            old = written < self._reset(key[: m.NAMESPACE_BYTES]).first
-            if old or self.chunks.get(key) is not None or key in self._pending:
-                region.table.void(place & SLOT_MASK)
-                region.give(place & SLOT_MASK)
-            else:  # as the least recently used one
-                self.room.put(key, place)
-                self.chunks.move_to_end(key, last=False)
 
 
 def _full(nbytes: int, medium: m.Medium) -> str:

@@ -159,7 +159,8 @@ class Server:
 
     def _watch_processes(self) -> None:
         """Handle the ends of processes that free slots or KV caches."""
-        writers, owners = self._service.directory.writers(), self._service.instances
+        writers = {write.process for write in self._service.directory.quarantined()}
+        owners = self._service.instances
         connected = {client.process for client in self._service.layouts.clients.values()}
         for process in self._watch.ended(writers | owners.processes(), connected):
             self._service.process_gone(process)

@@ -23,6 +23,7 @@ BLOCK_BYTES = 256
 """About how much of the server's memory an instance takes for each of its blocks."""
 COMPARED = 16
 """As many blocks of a run are compared in the time of a look into the tables."""
+ONE_FULL = [m.BlockTable("full")]
 Chunk = tuple[int, int, int]
 """Of a chunk: the last block, its generation, and the first block."""
 
@@ -76,8 +77,6 @@ class InstancePublications:
         self.join, self.table, self._counters = join, table, table.words
         self.namespace, self.blocks, self.ranks = join.namespace, join.blocks, join.ranks
         self.each, self.tables = join.each, join.tables
-        self.whole = False
-        """Whether every part of the instance is shown. Look-ups skip the instance until then."""
         full = [number for number, table in enumerate(self.tables) if table.kind == "full"]
         self.leading = full[0] if full else 0
         """The table whose blocks say which chunks have arrived."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import resource
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Hashable
 from functools import cache
 from typing import TYPE_CHECKING
@@ -204,17 +204,20 @@ class Reports:
 def server_stats(service: Service) -> m.ServerStats:
     """Collect all statistics."""
     directory, layouts = service.directory, service.layouts
-    open_, quarantined = directory.written()
+    quarantined, slots = directory.quarantined(), Counter[int]()
+    for write in quarantined:
+        slots[write.process.pid] += len(write.places)
     # One process may belong to a hundred instances.
     stopped, in_place = cache(processes.stopped), service.instances
-    instances = in_place.stats(stopped) + layouts.through_pool(in_place.processes(), stopped)
+    instances = [one.stats(id_, stopped) for id_, one in in_place.of.items()]
+    instances += layouts.through_pool(in_place.processes(), stopped)
     stats = m.ServerStats(
         epoch=service.epoch,
         uptime_seconds=time.monotonic() - service.started,
         clients=len(layouts.clients),
         chunks=len(directory),
-        reservations=open_,
-        quarantined=quarantined,
+        reservations=len(directory.writes) - len(quarantined),
+        quarantined=len(quarantined),
         counters=dict(service.counters),
         latency={
             n: m.Latency(h.count, h.percentile(0.5), h.percentile(0.99), h.total_us)
@@ -224,7 +227,7 @@ def server_stats(service: Service) -> m.ServerStats:
         namespaces=layouts.namespaces(),
         rss_bytes=_rss_bytes(),
         reports=service.reports.newest_last(),
-        quarantined_slots=dict(directory.quarantined()),
+        quarantined_slots=dict(slots),
         mismatches=layouts.mismatches(),
         instances=instances,
         reads=in_place.reads(layouts.clients.values()),

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import assert_never
 
 import msgspec
 
 from vcache_backend.errors import Refused
 from vcache_backend.histogram import Histogram
+from vcache_backend.metadata_server import hits
 from vcache_backend.metadata_server.directory import Backlog, Directory
 from vcache_backend.metadata_server.instances import InstanceRegistry
 from vcache_backend.metadata_server.processes import Answer, Descriptor, Peer, ProcessId
 from vcache_backend.metadata_server.promises import Promises
 from vcache_backend.metadata_server.report import Layouts, Minute, Reports, server_stats
 from vcache_backend.metadata_server.resets import Resets
-from vcache_backend.metadata_server.residents import ResidentDirectory
-from vcache_backend.metadata_server.slots import SlotRegion, SlotsTable
+from vcache_backend.metadata_server.slots import SlotRegion
 from vcache_backend.protocol import messages as m
 
 log = logging.getLogger(__name__)
@@ -46,10 +44,10 @@ class Service:
         self.max_segments, self.epoch, self._now = max_segments, epoch, now
         self.backlog, self.counters = Backlog(), Counter[str]()
         self.promises = Promises(self.counters, now)
-        self.residents = ResidentDirectory(self.counters, self.promises.arrived)
         pool = self.backlog, self.counters, resets, keep, self._was_reset
         self.directory = Directory(now, write_seconds, *pool)
-        self.instances = InstanceRegistry(self.residents, self._spare, pidfd)
+        arrived = self.promises.arrived
+        self.instances = InstanceRegistry(self.counters, arrived, self._spare, pidfd)
         self.layouts = Layouts()
         self.latency = defaultdict[str, Histogram](Histogram)
         self.reports = Reports(time.time)
@@ -64,9 +62,10 @@ class Service:
         started = time.perf_counter()
         try:
             if isinstance(request, m.OfChunks):
-                answer: Answer = self._of_chunks(client, request), ()
+                made: m.Reply | Answer = self._of_chunks(client, request)
             else:
-                answer = self._of_others(client, request, fds)
+                made = self._of_others(client, request, fds)
+            answer = made if isinstance(made, tuple) else (made, ())
         except Refused as refusal:
             instance = getattr(request, "instance", b"")
             which = f" {instance.hex()}" if instance else ""
@@ -98,37 +97,37 @@ class Service:
             case m.Remove(keys):
                 return m.Count(directory.remove(keys))
             case m.Clear(namespace, reset):
-                residents = self.residents.clear(namespace)
-                return m.Count(directory.clear(namespace, reset) + residents)
+                published = self.instances.clear(namespace)
+                return m.Count(directory.clear(namespace, reset) + published)
             case _:
                 assert_never(request)
 
-    def _of_others(self, client: Peer, request: m.OfOthers, fds: list[int]) -> Answer:
+    def _of_others(self, client: Peer, request: m.OfOthers, fds: list[int]) -> m.Reply | Answer:
         """Answer rare requests, and requests that bring or fetch fds."""
+        instances = self.instances
         match request:
             case m.AddSegment():
                 return self._add_segment(client, request, fds)
             case m.Lend(nbytes):
-                return m.Count(self._lend(client, nbytes)), ()
+                return m.Count(self._lend(client, nbytes))
             case m.OpenSegment(id_):
                 return self._open_segment(id_)
             case m.DropSegment(id_):
-                return self._drop_segment(id_), ()
+                return self._drop_segment(id_)
             case m.ListSegments():
-                self._note(client, request)
-                return self._segments(client), ()
+                return self._list_segments(client, request)
             case m.Join():
-                return self.instances.join(client, request, fds), ()
+                return instances.join(client, request, fds)
             case m.ShowCache():
-                return self.instances.show_cache(client, request, fds), ()
+                return instances.show_cache(client, request, fds)
             case m.OpenInstance(instance):
-                return self.instances.open(instance)
+                return instances.open(instance)
             case m.OpenCache(instance, rank):
-                return self.instances.open_cache(instance, rank)
+                return instances.open_cache(instance, rank)
             case m.Stats():
-                return server_stats(self), ()
+                return server_stats(self)
             case m.Report(level, text):
-                return self._report(client, level, text), ()
+                return self._report(client, level, text)
             case m.Hello():
                 raise Refused("it was said already on this connection")
             case _:
@@ -137,7 +136,7 @@ class Service:
     @property
     def busy(self) -> bool:
         """Whether slots are being written or in quarantine."""
-        return any(self.directory.written())
+        return bool(self.directory.writes)
 
     def tick(self) -> None:
         """End what is overdue."""
@@ -147,24 +146,24 @@ class Service:
     def close(self) -> None:
         """Close all fds, which frees memory that no other process holds."""
         self.directory.regions.clear()
-        self.instances.close()
+        self.instances.of.clear()
 
     def disconnect(self, client: Peer) -> None:
         self.directory.disconnect(client.id)
         self.promises.drop_client(client)
         self.layouts.drop(client.id)
-        self.instances.disconnect(client)
+        self.instances.leave(lambda peer: peer.id == client.id)
 
     def process_gone(self, process: ProcessId) -> None:
         self.directory.process_gone(process)
-        self.instances.process_gone(process)
+        self.instances.leave(lambda peer: peer.process == process)
 
     def _spare(self) -> int:
         """How many more fds the server may keep."""
         return self.max_segments - 2 * len(self.directory.regions) - self.instances.descriptors
 
     def _was_reset(self, namespace: bytes) -> None:
-        self.residents.clear(namespace)
+        self.instances.clear(namespace)
         self.promises.clear(namespace)
 
     # ---- segments
@@ -203,22 +202,17 @@ class Service:
             segments, others = len(self.directory.regions), self.instances.descriptors
             what = f"{segments} segments and {others} fds of instances are kept"
             raise Refused(f"{what}; raise ulimit -n")
-        with ExitStack() as undo:
-            try:
-                if request.again:
-                    table = SlotsTable.take_over(fds[1], id_, nbytes)
-                else:
-                    table = SlotsTable.create(id_, nbytes)
-                undo.callback(table.close)
-                region, own = SlotRegion(info, table), Descriptor(os.dup(table.fd))
-            except OSError as error:
-                busy = isinstance(error, BlockingIOError)
-                why = "the server that had it has not ended" if busy else error
-                raise Refused(f"segment {id_}, its table: {why}") from error
-            undo.pop_all()
-        region.fds = [Descriptor(fds.pop(0)), own]
+        try:
+            region = (
+                SlotRegion.take_over(info, fds[1]) if request.again else SlotRegion.create(info)
+            )
+        except OSError as error:
+            busy = isinstance(error, BlockingIOError)
+            why = "the server that had it has not ended" if busy else error
+            raise Refused(f"segment {id_}, its table: {why}") from error
+        region.fds.insert(0, Descriptor(fds.pop(0)))
         client.claimed = 0
-        return m.Added(self.directory.add(region)), [own]
+        return m.Added(self.directory.add(region)), region.fds[1:]
 
     def _open_segment(self, id_: m.SegmentId) -> Answer:
         region = self.directory.region(id_)
@@ -226,13 +220,22 @@ class Service:
             raise Refused(f"segment {id_} was dropped, or not offered since a restart")
         return m.Opened(region.described()), region.fds
 
-    def _segments(self, client: Peer) -> m.Segments:
+    def _list_segments(self, client: Peer, request: m.ListSegments) -> m.Segments:
+        """Answer a heartbeat, and note its news."""
+        client.avoids, client.reads = set(request.unmappable), request.reads
+        client.asked |= request.asked > 0
+        self.layouts.looked_up(client, request.asked, request.found)
+        self.counters["awaited_tokens"] += request.awaited
+        self.counters["waited_milliseconds"] += request.waited_ms
+        self.counters["loads"] += request.loads
+        self.counters["loaded_tokens"] += request.loaded
+        if request.loads:
+            self.minute.add(request.loads, request.loaded)
         segments, instance = self.directory.segments(), self.instances.scheduled_by(client)
         if instance is None:
             return m.Segments(segments)
-        namespace = self.residents.of[instance].namespace
-        epoch = self.directory.epoch([m.ChunkKey(namespace)])
-        return m.Segments(segments, epoch, self.residents.copies(instance))
+        copies = self.instances.copies(instance)
+        return m.Segments(segments, self._epoch_of(instance), copies)
 
     # ---- chunks
 
@@ -261,7 +264,9 @@ class Service:
         namespace, keys = request.namespace, list[m.ChunkKey]()
         if self._needs_keys(request):
             keys = m.chunk_keys(namespace, request.hashes, request.each)
-        answer = self.residents.find(request, keys, self.directory)
+        own, others = self.instances.published(request.instance), self.instances.others(request)
+        answer = hits.find(request, keys, self.directory, own, others)
+        counters["resident_hits"] += answer.end // request.each if answer.residents else 0
         found, epoch = len(answer.pooled), self.directory.epoch([m.ChunkKey(namespace)])
         counters["lookup_chunks"] += count
         counters["lookup_hits"] += found
@@ -277,7 +282,7 @@ class Service:
             self.promises.intend(client, request.promise, lacking, request.ranks, begins)
         copies = list[m.Copies]()
         if request.instance and self.instances.scheduled_by(client) == request.instance:
-            copies = self.residents.copies(request.instance)
+            copies = self.instances.copies(request.instance)
         if coming is None and not epoch and not copies:
             return answer
         return msgspec.structs.replace(answer, epoch=epoch, coming=coming, copies=copies)
@@ -289,9 +294,12 @@ class Service:
 
     def _publish(self, client: Peer, request: m.Publish) -> m.Count:
         """Take blocks, unless they were computed before a reset."""
-        own = self.residents.of.get(request.instance)
-        epoch = self.directory.epoch([m.ChunkKey(own.namespace)]) if own is not None else 0
-        return self.instances.publish(client, request) if request.epoch == epoch else m.Count(0)
+        current = request.epoch == self._epoch_of(request.instance)
+        return self.instances.publish(client, request) if current else m.Count(0)
+
+    def _epoch_of(self, instance: m.InstanceId) -> int:
+        own = self.instances.published(instance)
+        return self.directory.epoch([m.ChunkKey(own.namespace)]) if own is not None else 0
 
     def _promise(self, client: Peer, request: m.Promise) -> m.Promised:
         """Note the chunks that a request computes. Ignores a request that began before a reset."""
@@ -303,7 +311,7 @@ class Service:
     def _lacking(self, request: m.Find | m.Promise, keys: list[m.ChunkKey]) -> list[m.ChunkKey]:
         """The keys (of rank 0), each once, whose chunks the request's instance has not published,
         and the pool lacks for a rank."""
-        own, has = request.instance, self.residents.has
+        own, has = request.instance, self.instances.has
         keys = list(dict.fromkeys(keys))
         pairs = zip(keys, self.directory.of_all(keys, request.ranks), strict=True)
         return [key for key, stored in pairs if not (stored or has(own, key))]
@@ -312,18 +320,6 @@ class Service:
         if self.directory.region(id_) is None:
             raise Refused(f"segment {id_} is not here; `vcache status` shows those that are")
         return m.Count(self.directory.drop(id_))
-
-    def _note(self, client: Peer, request: m.ListSegments) -> None:
-        """Note the news of a client's heartbeat."""
-        client.avoids, client.reads = set(request.unmappable), request.reads
-        client.asked |= request.asked > 0
-        self.layouts.looked_up(client, request.asked, request.found)
-        self.counters["awaited_tokens"] += request.awaited
-        self.counters["waited_milliseconds"] += request.waited_ms
-        self.counters["loads"] += request.loads
-        self.counters["loaded_tokens"] += request.loaded
-        if request.loads:
-            self.minute.add(request.loads, request.loaded)
 
     def _report(self, client: Peer, level: m.Level, text: str) -> m.Count:
         reported = self.reports.add(client, level, text)

@@ -61,7 +61,7 @@ class Room:
         """Forget a chunk. The caller gives its slot to another one, or frees it."""
         place = self.chunks.pop(key)
         region, slot = self.regions[place >> SLOT_BITS], place & SLOT_MASK
-        region.table.void(slot)
+        region.void(slot)
         region.pins[slot] = 0.0
         region.chunks -= 1
         self.of_space[key[: m.NAMESPACE_BYTES]] -= 1
@@ -85,7 +85,7 @@ class Room:
             looks -= max(len(passed), self.MAX_SEARCH // 8)
             while others and len(taken) == before and slots > 0:
                 at = others.pop(0)
-                slots -= self.regions[at // SLABS].slabs[at % SLABS].place.slots
+                slots -= self.regions[at // SLABS].slabs[at % SLABS].slots
                 if self._resized(at, size):
                     taken += islice(self._of_slab(*divmod(at, SLABS), size), most - before)
             if len(taken) == before:  # let the next search begin behind them
@@ -109,15 +109,15 @@ class Room:
             for slab in count():
                 if slab == len(region.slabs) and region.cut(size) is None:
                     break
-                place = region.slabs[slab].place
-                if place.slot_bytes != size <= place.nbytes and region.slabs[slab].empty:
+                here = region.slabs[slab]
+                if here.slot_bytes != size <= here.nbytes and here.empty:
                     region.resize(slab, size)
                 yield from self._of_slab(number, slab, size)
 
     def _of_slab(self, number: int, slab_number: int, size: int) -> Iterator[int]:
         region = self.regions[number]
         slab = region.slabs[slab_number]
-        while slab.place.slot_bytes == size and slab.free:
+        while slab.slot_bytes == size and slab.free:
             region.unused -= size
             yield number << SLOT_BITS | slab_number << SLAB_BITS | slab.free.pop()
 
@@ -130,11 +130,11 @@ class Room:
         now, equal, others = self._now(), list[tuple[m.ChunkKey, int]](), dict[int, None]()
         passed, since = list[tuple[m.ChunkKey, int]](), 0
         sizes = {
-            number * SLABS + at: slab.place.slot_bytes
+            number * SLABS + at: slab.slot_bytes
             for number, region in self.regions.items()
             if usable(region, client)
             for at, slab in enumerate(region.slabs)
-            if slab.place.nbytes >= size
+            if slab.nbytes >= size
         }
         for chunk in self.chunks.items():
             place, at = chunk[1], chunk[1] >> SLAB_BITS
@@ -157,11 +157,11 @@ class Room:
         number, slab_number = divmod(at, SLABS)
         region = self.regions[number]
         slab, first = region.slabs[slab_number], slab_number << SLAB_BITS
-        if slab.place.nbytes < size or not region.rebuilt:
+        if slab.nbytes < size or not region.rebuilt:
             return False
-        if max(region.pins[first : first + slab.place.slots]) > self._now():
+        if max(region.pins[first : first + slab.slots]) > self._now():
             return False
-        used = list(region.table.occupied(first, slab.place.slots))
+        used = list(region.occupied(first, slab.slots))
         if not all(one.committed for one in used):
             return False
         for one in used:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -22,10 +21,11 @@ from model import FakeClock
 from server_cases import add_region, asked
 
 from vcache_backend.metadata_server.directory import Backlog
+from vcache_backend.metadata_server.hits import MAX_LOOKS, HitSearch, needed
+from vcache_backend.metadata_server.instances import ShownPart
 from vcache_backend.metadata_server.processes import Peer, ProcessId
 from vcache_backend.metadata_server.publications import COMPARED, InstancePublications
 from vcache_backend.metadata_server.requests import Service
-from vcache_backend.metadata_server.residents import MAX_LOOKS, HitSearch, needed
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.generation_table import ForeignTable
 from vcache_backend.vram_pool.generations import Generations
@@ -119,7 +119,7 @@ class ResidentMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.service = Service(1, now=FakeClock())
         add_region(self.service, m.SegmentInfo(m.SegmentId("s"), "gpu-0", "cuda", 1 << 20))
-        self.residents = self.service.residents
+        self.instances = self.service.instances
 
     def teardown(self) -> None:
         self.undo.close()
@@ -140,8 +140,8 @@ class ResidentMachine(RuleBasedStateMachine):
         if not same:
             self.undo.callback(table.close)
         join = m.Join(instance, namespace, BLOCKS, ranks, EACH, tables)
-        self.residents.open(join, partial(ForeignTable, table.fd, instance, BLOCKS))
-        self.residents.of[instance].whole = True
+        self.instances.join(self.owner(instance), join, [os.dup(table.fd)])
+        self.instances.of[instance].whole = True
         if known is not None and same:
             known.whole = True
         else:
@@ -150,19 +150,28 @@ class ResidentMachine(RuleBasedStateMachine):
     @rule(instance=st.sampled_from(IDS), whole=st.booleans())
     def show(self, instance: m.InstanceId, whole: bool) -> None:
         if instance in self.model:
-            self.residents.of[instance].whole = self.model[instance].whole = whole
+            self.instances.of[instance].whole = self.model[instance].whole = whole
 
     @rule(instance=st.sampled_from(IDS))
     @precondition(lambda self: len(self.model) == len(IDS))
     def go(self, instance: m.InstanceId) -> None:
-        self.residents.close(instance)
+        self.service.disconnect(self.owner(instance))
         self.model.pop(instance, None)
 
+    def owner(self, instance: m.InstanceId) -> Peer:
+        """The connection that is all of the instance."""
+        return Peer(10 + IDS.index(instance), ProcessId(20, 5), "gpu-0", "cuda")
+
+    def known(self, instance: m.InstanceId) -> InstancePublications:
+        known = self.instances.published(instance)
+        assert known is not None
+        return known
+
     @rule(instance=st.sampled_from(IDS))
-    @precondition(lambda self: IDS[0] in self.model and self.residents.of[IDS[0]].live)
+    @precondition(lambda self: IDS[0] in self.model and self.known(IDS[0]).live)
     def change(self, instance: m.InstanceId) -> None:
         if instance in self.model:
-            self.residents.of[instance].clear()
+            self.known(instance).clear()
             self.model[instance].told = {}
 
     # ---- publications
@@ -192,7 +201,7 @@ class ResidentMachine(RuleBasedStateMachine):
     ) -> None:
         """shorter: of how many blocks the second rank does not know any more."""
         if (known := self.model.get(instance)) is None:
-            assert self.residents.publish(m.Publish(instance, 0, [])) == 0
+            assert self.asks(instance, 0, []) == 0
             return
         _, of_ranks, tables = KINDS[known.kind]
         table %= len(tables)
@@ -260,9 +269,14 @@ class ResidentMachine(RuleBasedStateMachine):
     def publish_one(
         self, instance: m.InstanceId, rank: int, run: m.BlockRun, told: list[tuple[Name, int, int]]
     ) -> None:
-        taken = self.residents.publish(m.Publish(instance, rank, [run]))
-        assert taken == len(told)
+        assert self.asks(instance, rank, [run]) == len(told)
         self.model[instance].publish(rank, told)
+
+    def asks(self, instance: m.InstanceId, rank: int, runs: list[m.BlockRun]) -> int:
+        owner = self.owner(instance)
+        if (shared := self.instances.of.get(instance)) is not None:  # as its worker
+            shared.parts[rank] = ShownPart(owner, [])
+        return self.instances.publish(owner, m.Publish(instance, rank, runs)).count
 
     @rule(instance=st.sampled_from(IDS), blocks=st.sets(st.integers(0, BLOCKS - 1), max_size=3))
     def reuse(self, instance: m.InstanceId, blocks: set[int]) -> None:
@@ -435,9 +449,9 @@ class ResidentMachine(RuleBasedStateMachine):
         for instance in IDS:
             model = self.model.get(instance)
             if model is None:
-                assert instance not in self.residents.of
+                assert instance not in self.instances.of
                 continue
-            of = self.residents.of[instance]
+            of = self.known(instance)
             least = sum(map(len, model.found().values()))
             assert least == of.live
             assert len(of.named) <= sum(map(bool, of._place_of)) <= len(model.told) <= BLOCKS
