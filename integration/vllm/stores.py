@@ -30,9 +30,11 @@ class StorePlanner:
         self._size, self._groups = context.chunk_size, context.groups
         self._publications, self._copies = context.publications, context.copies
         self._load_numbers = count(1)
+        self._idle: list[str] = []
         self._idle_tokens: float = 0
-        """Most steps of running requests complete neither a block nor a chunk: how many tokens each
-        of them may still compute before one completes something."""
+        """In most steps most running requests complete neither a block nor a chunk: the requests of
+        the last step that `_plan_running` has planned, and the tokens that none of them computes
+        before it completes something."""
         self._offered: Mapping[str, list[tuple[int, int, int]]] = {}
         """The states in vLLM's prefix cache, by request, as (group, block, tokens)."""
         self._completed: list[tuple[list[ChunkKey], list[int]]] = []
@@ -157,8 +159,6 @@ class StorePlanner:
                 self._begin(begins)
                 reached = begins.computed + output.num_scheduled_tokens[new.req_id]
                 self._compute(begins.tracked, begins.computed, reached, meta)
-                left = begins.tracked.store.idle_until - reached
-                self._idle_tokens = min(self._idle_tokens, left)
         if self._publications is not None and self._context.stores:
             given = requests, self._may_publish, self._lookups
             meta.publications = self._publications.publish(*given)
@@ -207,20 +207,22 @@ class StorePlanner:
         """Plan the step of requests that ran before."""
         scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
         resumed, names = cached.resumed_req_ids, cached.req_ids
-        self._idle_tokens -= max(map(scheduled.get, names), default=0)
-        # Whether no request completes anything, as in most steps.
-        idle = self._idle_tokens > 0 and not resumed
-        if idle and not any(cached.new_block_ids):
+        counts, idle = list(map(scheduled.get, names)), 0 if resumed else self._idle_tokens
+        if names == self._idle and max(counts, default=0) < idle and not any(cached.new_block_ids):
+            self._idle_tokens -= max(counts, default=0)
             return
-        left = self._idle_tokens if idle else inf
-        for name, computed, added in zip(
-            names, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        before, left = frozenset(self._idle), inf
+        for name, tokens, computed, added in zip(
+            names, counts, cached.num_computed_tokens, cached.new_block_ids, strict=True
         ):
+            if added is None and tokens < idle and name in before:
+                left = min(left, idle - tokens)
+                continue
             if added is not None and self._copies:
                 meta.fresh += added
-            if (idle and added is None) or (tracked := requests.get(name)) is None:
+            if (tracked := requests.get(name)) is None:
                 continue
-            store, reached = tracked.store, computed + scheduled[name]
+            store, reached = tracked.store, computed + tokens
             if resumed and name in resumed:
                 self._begin(beginning[name])
             elif added is not None:
@@ -228,7 +230,7 @@ class StorePlanner:
             if added is not None or resumed or reached >= store.idle_until:
                 self._compute(tracked, computed, reached, meta)
             left = min(left, store.idle_until - reached)
-        self._idle_tokens = left
+        self._idle, self._idle_tokens = names, left
 
     def _may_store(self, tracked: Tracked) -> bool:
         return self._context.stores and tracked.params.store and not self._context.refused
