@@ -441,20 +441,6 @@ def test_a_cache_comes_with_one_fd_a_region(alone: Stage, server: Child, reader:
     eventually(lambda: memories(server) == 2)
 
 
-def test_without_descriptors_a_cache_waits(alone: Stage, server: Child, reader: Client) -> None:
-    """The kernel hands over as many fds as there is room for, and drops the others."""
-    owner = alone.client()
-    server.descriptors(limit=max(server.descriptors()) + 3)
-    with pytest.raises(Refused, match="[2-7] fds came along; its 8 regions need one each"):
-        show(owner, A, regions=8)
-    assert owner.stats().instances == []
-    server.expect("no descriptors left (ulimit -n)")
-    eventually(lambda: not memories(server))
-    server.descriptors(limit=1024)
-    show(owner, A, regions=8)
-    assert memories(server) == 8
-
-
 # ---- bounds
 
 

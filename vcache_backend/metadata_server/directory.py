@@ -343,7 +343,7 @@ class Directory:
             place = number << SLOT_BITS | one.slot
             if one.committed:
                 old = one.number < self._reset(one.key[: m.NAMESPACE_BYTES]).first
-                if old or one.key in self.chunks or one.key in self._pending:
+                if old or one.key in self.chunks:
                     region.void(one.slot)
                     continue
                 self.room.put(one.key, place)
