@@ -98,19 +98,13 @@ def described(
     silent = max(0.0, time.monotonic() - min(peer.heard for peer in peers))
     own = dict.fromkeys(peer.process for peer in peers)
     pid = next((process.pid for process in own if stopped(process)), 0)
-    made = m.InstanceStats("", "", 0, 0, 0, silent=round(silent, 1), stopped=pid)
+    made: dict[str, Any] = {"id": "", "device": "", "pid": 0, "blocks": 0, "resident": 0}
     if first is not None:
-        # An ended parent's children get another one.
-        apart = processes.parent(first.process) not in (0, first.spawner)
-        made = msgspec.structs.replace(
-            made,
-            pid=first.process.pid,
-            name=first.name,
-            namespace=first.namespace,
-            orphan=first.spawner if apart else 0,
-            vllm=printable(first.layout.get("vllm", "")),
-        )
-    return msgspec.structs.replace(made, **more)
+        made |= {"pid": first.process.pid, "name": first.name, "namespace": first.namespace}
+        made["vllm"] = printable(first.layout.get("vllm", ""))
+        if processes.parent(first.process) not in (0, first.spawner):
+            made["orphan"] = first.spawner  # an ended parent's children get another one
+    return m.InstanceStats(**made | more, silent=round(silent, 1), stopped=pid)
 
 
 class InstanceRegistry:
@@ -218,12 +212,13 @@ class InstanceRegistry:
         """Forget the publications of a namespace, or all with b"". Returns how many blocks."""
         return sum(one.clear() for one in self._published() if namespace in (b"", one.namespace))
 
-    def others(self, request: m.Find) -> list[InstancePublications]:
+    def others(
+        self, request: m.Find, own: InstancePublications | None
+    ) -> list[InstancePublications]:
         """The instances that the asker may read. All have the same tables: the asker's, or those of
         one of them."""
         if request.pool_only or not request.hashes:
             return []
-        own = self.published(request.instance)
         for one in (own,) if own is not None else list(self._published()):
             alike = (request.namespace, request.ranks) == (one.namespace, one.ranks)
             if alike and (there := [other for other in self._alike(one) if other is not own]):

@@ -262,9 +262,11 @@ class Service:
         namespace, keys = request.namespace, list[m.ChunkKey]()
         if self._needs_keys(request):
             keys = m.chunk_keys(namespace, request.hashes, request.each)
-        own, others = self.instances.published(request.instance), self.instances.others(request)
+        own = self.instances.published(request.instance)
+        others = self.instances.others(request, own)
         answer = hits.find(request, keys, self.directory, own, others)
-        counters["resident_hits"] += answer.end // request.each if answer.residents else 0
+        if answer.residents:
+            counters["resident_hits"] += answer.end // request.each
         found, epoch = len(answer.pooled), self.directory.epoch([m.ChunkKey(namespace)])
         counters["lookup_chunks"] += count
         counters["lookup_hits"] += found

@@ -227,10 +227,8 @@ class Channel:
         deadline = time.perf_counter() + seconds
         self.require()
         if not self._lock.acquire(timeout=max(0.0, seconds)):
-            raise ServerTimeout(
-                f"{_named(sent.request)} waited {seconds:.3g} s for other calls to the metadata "
-                f"server at {self._path}"
-            )
+            others = f"for other calls to the metadata server at {self._path}"
+            raise ServerTimeout(f"{_named(sent.request)} waited {seconds:.3g} s {others}")
         try:
             link = self._link
             if link is None:
@@ -307,12 +305,11 @@ class Channel:
                 return f"what listens at {at} {why}; set server.socket to that of a metadata server"
             case PermissionError():
                 why = f"{error.strerror}; its user lets others in by server.allow_uids"
-                return f"no connection to the metadata server at {at}: {why}"
             case OSError(errno=errno.ELOOP):
                 why = f"{error.strerror}; look at that path, and at server.socket"
-                return f"no connection to the metadata server at {at}: {why}"
             case _:
-                return f"no connection to the metadata server at {at}: {error}"
+                why = str(error)
+        return f"no connection to the metadata server at {at}: {why}"
 
     def _greet(self, welcome: m.Welcome) -> None:
         for line in welcome.mismatches:
