@@ -102,7 +102,7 @@ class Directory:
                 write.places = rest
             if not rest:
                 del self.writes[at]
-        self.remove([key for key, at in self.chunks.items() if at >> SLOT_BITS == number])
+        self.room.evict(*[key for key, at in self.chunks.items() if at >> SLOT_BITS == number])
         del self.regions[number]
         region.close()
         return chunks
@@ -222,8 +222,7 @@ class Directory:
     def remove(self, keys: Iterable[m.ChunkKey]) -> int:
         """Forget chunks. Reads under way fail. Returns how many."""
         here = self.chunks.keys() & set(keys)
-        for key in here:
-            self.room.evict(key)
+        self.room.evict(*here)
         return len(here)
 
     # ---- resets
@@ -332,7 +331,8 @@ class Directory:
                 self._quarantine(write)
         for name in [b""] if b"" in changed else changed:
             self._on_reset(name)
-        self.remove([key for key in self.chunks if key.startswith(tuple(changed))])
+        old = tuple(changed)
+        self.room.evict(*[key for key in self.chunks if key.startswith(old)])
 
     # ---- inside: after a restart
 

@@ -4,7 +4,7 @@ a clock, no socket."""
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
 
 from vcache_backend.metadata_server.processes import Peer
@@ -52,20 +52,21 @@ class Room:
                 region.pins[slot] = until
             self.chunks.move_to_end(key)
 
-    def evict(self, key: m.ChunkKey) -> None:
-        """Forget a chunk. Its slot is free."""
-        region, slot = self.forget(key)
-        region.give(slot)
+    def evict(self, *keys: m.ChunkKey) -> None:
+        """Forget chunks. Their slots are free."""
+        for region, slot in map(self.at, self.forget(keys)):
+            region.give(slot)
 
-    def forget(self, key: m.ChunkKey) -> tuple[SlotRegion, int]:
-        """Forget a chunk. The caller gives its slot to another one, or frees it."""
-        place = self.chunks.pop(key)
-        region, slot = self.regions[place >> SLOT_BITS], place & SLOT_MASK
-        region.void(slot)
-        region.pins[slot] = 0.0
-        region.chunks -= 1
-        self.of_space[key[: m.NAMESPACE_BYTES]] -= 1
-        return region, slot
+    def forget(self, keys: Sequence[m.ChunkKey]) -> list[int]:
+        """Forget chunks. Returns their places, which the caller grants to others, or frees."""
+        places = [self.chunks.pop(key) for key in keys]
+        for key, place in zip(keys, places, strict=True):
+            region, slot = self.regions[place >> SLOT_BITS], place & SLOT_MASK
+            region.generations[slot] |= 1
+            region.pins[slot] = 0.0
+            region.chunks -= 1
+            self.of_space[key[: m.NAMESPACE_BYTES]] -= 1
+        return places
 
     def take(self, client: Peer, size: int, most: int, pending: int) -> list[int]:
         """Take up to so many slots of this size, which the caller grants at once: free ones, on the
@@ -77,7 +78,7 @@ class Room:
         while len(taken) < most and looks > 0:
             equal, others, passed = self._victims(client, size, most - len(taken), looks)
             looks -= max(len(passed), self.MAX_SEARCH // 8)
-            new = [self._evicted(key) for key in equal]
+            new = self._leave(equal)
             while others and not new:
                 at = others.pop(0)
                 if self._resized(at, size):
@@ -90,13 +91,13 @@ class Room:
             taken += new
         return taken
 
-    def _evicted(self, key: m.ChunkKey) -> int:
-        """The place of a chunk that leaves for another one, which is granted at once."""
-        place = self.chunks[key]
-        region, _ = self.forget(key)
-        region.evictions += 1
-        self._counters["evicted"] += 1
-        return place
+    def _leave(self, keys: Sequence[m.ChunkKey]) -> list[int]:
+        """The places of chunks that leave for others."""
+        places = self.forget(keys)
+        for place in places:
+            self.regions[place >> SLOT_BITS].evictions += 1
+        self._counters["evicted"] += len(places)
+        return places
 
     def _free_slots(self, client: Peer, size: int) -> Iterator[int]:
         rank = {
@@ -164,8 +165,8 @@ class Room:
         used = list(region.occupied(first, slab.slots))
         if not all(one.committed for one in used):
             return False
-        for one in used:
-            region.give(self._evicted(one.key) & SLOT_MASK)
+        for place in self._leave([one.key for one in used]):
+            region.give(place & SLOT_MASK)
         region.resize(slab_number, size)
         return True
 
