@@ -24,13 +24,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from vcache_backend.config import Config
+from vcache_backend.config import Config, over_file
 from vcache_backend.errors import ConfigError, VCacheError
 from vcache_backend.metadata_server import start
 from vcache_backend.protocol.client import Client
 
 from .. import around_vllm
-from . import settings
 from .boundary import Boundary, answer, guarded
 from .ends import AwaitedLoads, LoadEnds, WorkerLoads
 from .metadata import MoreBlocks, StepMetadata, WorkerReport
@@ -85,7 +84,7 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         """Pipeline and tensor rank of a worker."""
         try:
             around_vllm.join_log()
-            config = self.config = settings.read(transfer.kv_connector_extra_config)
+            config = self.config = over_file(transfer.kv_connector_extra_config)
             if config.connector.start_server:
                 start.try_ensure(config)
             if plans:
