@@ -400,14 +400,8 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
 
     # ---- in both
 
-    @guarded(lambda self: self._last_stats())
     def get_kv_connector_stats(self) -> Any:
-        """This process's counts since the last call."""
-        if isinstance(self._half, VCacheWorker):
-            self._half.measure()
-        return self._meter.take() if self._meter is not None else None
-
-    def _last_stats(self) -> Any:
+        """This process's counts since the last call, also once this half is out of use."""
         with suppress(Exception):
             return self._meter.take() if self._meter is not None else None
         return None

@@ -133,6 +133,7 @@ class VCacheWorker:
             rank=self._rank,
             kv_device=str(kv.device),
         )
+        session.stats.listeners.append(self._meter.follow)
         session.counts = not self._number  # ranks that hold the same KV have one rank
         try:
             session.bind(kv_caches, kv)
@@ -209,11 +210,6 @@ class VCacheWorker:
             return self._link
         tier = worker.session.tier
         return tier.link if tier is not None else (False, None)
-
-    def measure(self) -> None:
-        """Count what the session has stored since the last call."""
-        if self._worker is not None:
-            self._meter.add_session(self._worker.session.stats)
 
     # ---- sleep, and the end
 
