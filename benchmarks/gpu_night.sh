@@ -3,8 +3,10 @@
 # output and the logs of instances to one file, $OUT/logs-CALL.tar.xz: a lent machine gives eight files back.
 #
 #   benchmarks/gpu_night.sh unpack FILE...   what scripts/gpu_pack.sh made: parts of vLLM 0.33 and LMCache 0.5.3 for a host that reaches no package registry
+#   benchmarks/gpu_night.sh room GIB         for `serving` with --host-gib: let /dev/shm hold so much, in large pages, and have the machine's
+#                                            memory grow by half of it in the background
 #   benchmarks/gpu_night.sh later CALL...    begin these calls in the background, one after the other, from a copy of this checkout
-#   benchmarks/gpu_night.sh fetch SECONDS    wait at most so long for them; copy what there is to $OUT
+#   benchmarks/gpu_night.sh fetch SECONDS    wait at most so long for them; copy what there is to $OUT. STAY=FOLDER before both: calls beside others
 #   benchmarks/gpu_night.sh CALL...          one after the other; A+B beside each other
 #
 #   tests    pytest -m gpu                                                                          3 minutes
@@ -39,7 +41,7 @@
 # is unpacked, in 50 s; a failed start costs 180 s.
 #
 # Within 30 minutes of device time: `unpack` in four calls, the first with `later tests` behind it; `equal`; `speed`; `short models`.
-# SECONDS_IN_ALL (560): when everything must be over. GPUS=0,1,2,3: `serving`, `routed` and `ranks` on four GPUs, which CUDA_VISIBLE_DEVICES
+# SECONDS_IN_ALL (560): when everything must be over; behind `later` it may be more than a call may last. GPUS=0,1,2,3: `serving`, `routed` and `ranks` on four GPUs, which CUDA_VISIBLE_DEVICES
 # must name, too; MORE: options for them. With CUDA_VISIBLE_DEVICES=0 all instances share one GPU: equality counts, times do not. TINY=1 runs
 # the script on the CPU, to check it.
 set -uo pipefail
@@ -64,10 +66,17 @@ case ${1:?"see the top of $0"} in
     setsid nohup python3 -m compileall -q -j 8 "$site" > /dev/null 2>&1 < /dev/null &
     echo "== unpacked; in $site/vllm: $(cd "$site/vllm" 2> /dev/null && echo *.so vllm_flash_attn/*.so)"
     exit ;;
+  room)
+    rm -f /dev/shm/lmcache_l1_pool_*
+    mount -o "remount,size=$2g,huge=within_size" /dev/shm || mount -o "remount,size=$2g" /dev/shm
+    # A machine has 31 GiB at first and gets more as it is used, 8 GiB in 3 s.
+    setsid nohup python3 -c "import numpy; kept = [numpy.ones(1 << 30, numpy.uint8) for _ in range($2 // 2)]" > /dev/null 2>&1 < /dev/null &
+    echo "== room: $(df -h --output=size,avail /dev/shm | tail -n 1)"
+    exit ;;
   later)
-    shift; mkdir -p "$stay/out"
-    [ -d "$stay/tree" ] || { cp -r . "$stay/new" && mv "$stay/new" "$stay/tree"; }
-    cd "$stay/tree" || exit 2
+    [ ! -d "$stay/out" ] || [ -f "$stay/out/over.txt" ] || { echo "== later: what began before is not over"; exit 2; }
+    shift; rm -rf "$stay/out" "$stay/tree"; mkdir -p "$stay/out"
+    cp -r . "$stay/tree" && cd "$stay/tree" || exit 2
     OUT=$stay/out setsid nohup bash -c 'benchmarks/gpu_night.sh "$@"; echo "rc $?" > "$OUT/over.txt"' later "$@" > "$stay/out/later.txt" 2>&1 < /dev/null &
     exit ;;
   fetch)
@@ -176,7 +185,7 @@ tables() {
   for each in ${TABLES:-gemma3,gpt_oss conv,mamba2,gdn}; do ttft "tables_${each//,/_}" 500 "$each" "${in_place[@]}" --scale beside & done
   wait
 }
-groups() { ttft groups 420 "${TIMED:-ttft_gpt_oss,ttft_gemma3}" "${in_place[@]}" --kv-gib 6 --rounds 5; }
+groups() { ttft groups 420 "${TIMED:-ttft_gpt_oss,ttft_gemma3}" "${in_place[@]}" --kv-gib 6 --rounds 9; }
 which() { timeout $((until - SECONDS)) "$python" scripts/which_models.py run "$out/which_models.json" > "$logs/which.txt" 2>&1; echo "== which: rc $?"; }
 copies() { "$python" -m benchmarks --out "$out/copies.json" --commit "${COMMIT:-}" 2>&1 | tail -n 60; }
 soak() {
@@ -191,7 +200,7 @@ served() {
   local name=${NAME:-$1} arms=$2 workloads=$3; shift 3
   mkdir -p "$stay"; [ ! -f "$stay/$name.json" ] || cp "$stay/$name.json" "$out/"
   [ -n "${TINY:-}" ] || set -- --memory 0.8 --prefixes 48 --fork-contexts 4 --chat-conversations 80 --chat-turns 6 --chat-arrivals 8 --chat-thinking 2 "$@"
-  bench "$name" 500 vllm_serving --arms "$arms" --workloads "$workloads" --runs "${RUNS:-0}" --logs "$logs/$name" ${GPUS:+--gpus "$GPUS"} ${TINY:+--scale tiny} "$@" ${MORE:-}
+  bench "$name" "$((until - SECONDS))" vllm_serving --arms "$arms" --workloads "$workloads" --runs "${RUNS:-0}" --logs "$logs/$name" ${GPUS:+--gpus "$GPUS"} ${TINY:+--scale tiny} "$@" ${MORE:-}
   [ ! -f "$out/$name.json" ] || cp "$out/$name.json" "$stay/"
 }
 serving() { served serving "${ARMS:-alone:turn,inplace:turn,pool:turn}" "${WORKLOADS:-prefix}"; }

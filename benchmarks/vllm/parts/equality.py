@@ -5,7 +5,7 @@ For each prompt, `first` is computed by instance A, which stores it, and in a st
 by a vLLM without a pool, the reference. Then `then` is asked of the reference, whose own prefix
 cache has it, and of instance B on the other GPU, which has never computed it, so that B's KV can
 only come from the pool, or from A in place. Both hits must be as long (see `prompts`), so both
-compute the same tokens in steps of the same shapes; 64 greedy tokens follow, one request at a time.
+compute the same tokens in steps of the same shapes; greedy tokens follow, one request at a time.
 B's KV blocks hold other prompts' bytes before. A prompt counts as equal only if B's hit has the
 right length and every token and logprob is the same."""
 
