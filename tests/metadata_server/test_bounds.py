@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
@@ -36,9 +36,7 @@ from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.sockets import close_fds
 from vcache_backend.vram_pool.generations import Generations
 
-MIB = 1 << 20
-LINES, SECONDS = LineLimit.LINES, LineLimit.SECONDS
-A = instance_id(1)
+LINES = LineLimit.LINES
 ME = Peer(1, ProcessId(7, 8), "host", "host")
 
 
@@ -57,16 +55,6 @@ def grows_by_less_than(nbytes: int) -> Iterator[None]:
 # ---- what instances publish
 
 
-def join(
-    service: Service,
-    instance: m.InstanceId,
-    ranks: int = 1,
-    blocks: int = 10_000,
-    tables: Sequence[m.BlockTable] = FULL,
-) -> None:
-    shown(service, m.Join(instance, NAMESPACE, blocks, ranks, 1, list(tables)))
-
-
 def shown(service: Service, request: m.Join, table: int | None = None) -> None:
     """All of an instance."""
     one = request.instance
@@ -78,26 +66,6 @@ def shown(service: Service, request: m.Join, table: int | None = None) -> None:
     instance = service.instances.of[one]
     instance.parts |= {rank: ShownPart(ME, []) for rank in range(request.ranks)}
     instance.whole = True
-
-
-def publish(
-    service: Service,
-    instance: m.InstanceId,
-    blocks: int,
-    size: int = 16,
-    start: int = 0,
-    of: int = 10_000,
-    table: int = 0,
-) -> int:
-    """So many blocks, in runs of this size. Each has a block of its own, as far as the instance has
-    enough of them."""
-    taken = 0
-    for first in range(start, start + blocks, size):
-        every = [number % of for number in range(first, first + size)]
-        hashes, generations = prompt(size, first, 1), counts(*[2] * size)
-        run = m.BlockRun(first, numbers(*every), generations, table, hashes)
-        taken += service.instances.publish(ME, m.Publish(instance, 0, [run])).count
-    return taken
 
 
 @pytest.mark.parametrize(("size", "ranks", "tables"), [(1, 1, 1), (256, 2, 1), (64, 1, 64)])
@@ -212,7 +180,7 @@ def test_a_publication_tells_few_however_many_hold_its_chunks() -> None:
     run = block_run(size, each=1)
     everyone = [instance_id(number) for number in range(60)]
     for one in everyone:
-        join(service, one)
+        shown(service, m.Join(one, NAMESPACE, 10_000, 1, 1, FULL))
         work = work_of(lambda one=one: service.instances.publish(ME, m.Publish(one, 0, [run])))
         assert work <= 2 * A_TURN
         assert service.instances.published(one).live == size
