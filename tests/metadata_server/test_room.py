@@ -125,6 +125,18 @@ def test_a_write_in_two_segments_loses_what_lies_in_the_one_that_is_dropped() ->
     assert pool.store(*range(4)) == ["t", "t", m.Refusal.FULL, m.Refusal.FULL]
 
 
+def test_a_table_that_comes_after_a_reset_brings_only_later_chunks() -> None:
+    pool = Pool()
+    pool.add("s", 4 * KIB)
+    pool.store(0, 1)
+    pool.clock.advance(1)
+    pool.restart()
+    pool.directory.clear(chunk_key(0)[: m.NAMESPACE_BYTES], reset=True)
+    pool.add("s", 4 * KIB)
+    assert pool.store(2) == ["s"]
+    assert pool.here(0, 1, 2) == [2]
+
+
 # ---- chunks of other sizes and memory, and pinned ones
 
 MANY = 5000
