@@ -58,6 +58,7 @@ class Servers:
                 server = metadata_server(folder / f"{name}_server.log", **ENVIRONMENT)
                 self._socket = undo.enter_context(server)
             theirs = free_ports(2)
+            self._http = theirs[1]
             if self._lmcache:
                 log, size = folder / f"{name}_lmcache.log", (sizes.host_bytes, sizes.instances)
                 told = log, theirs, sizes.scale.chunk, *size, SYSTEMS[name].lmcache
@@ -84,6 +85,10 @@ class Servers:
         for want of shared memory.
         """
         until_then = min(time.monotonic() + seconds, self._started + 300.0)
+        for server in self._theirs:
+            # vLLM's would wait for one that has ended.
+            up = partial(healthy, self._http, "/healthcheck")
+            server.until(up, until_then - time.monotonic())
         for program, port in zip(self._servers, self.ports, strict=True):
             program.until(partial(healthy, port), until_then - time.monotonic())
         for server in self._theirs:
@@ -135,9 +140,9 @@ class Servers:
             server.kill()
 
 
-def healthy(port: int) -> bool:
+def healthy(port: int, path: str = "/health") -> bool:
     try:
-        _get(port, "/health")
+        _get(port, path)
     except OSError:
         return False
     return True
