@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
@@ -13,6 +14,8 @@ from types import ModuleType
 from typing import Any
 
 from vcache_backend.errors import VCacheError
+
+log = logging.getLogger("vllm.vcache")
 
 _THEIRS = "_theirs_before_vcache"
 
@@ -38,6 +41,35 @@ def replace(
     ours = functools.wraps(theirs)(make(theirs))
     setattr(ours, _THEIRS, theirs)
     setattr(owner, name, ours)
+
+
+def observe(
+    owner: Any,
+    name: str,
+    wanted: str,
+    before: Callable[..., object] | None = None,
+    after: Callable[..., object] | None = None,
+) -> None:
+    """Call `before` and `after` around `owner.name`, with its arguments. What they raise is logged.
+    wanted: as in `replace`."""
+
+    def make(theirs: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            tell(before, given, named)
+            answer = theirs(*given, **named)
+            tell(after, given, named)
+            return answer
+
+        return call
+
+    def tell(ours: Callable[..., object] | None, given: Any, named: Any) -> None:
+        try:
+            if ours is not None:
+                ours(*given, **named)
+        except Exception:
+            log.exception("vcache: an error of its own where vLLM calls %s", name)
+
+    replace(owner, name, make, wanted)
 
 
 def require(owner: Any, names: str) -> None:

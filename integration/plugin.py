@@ -6,18 +6,15 @@ for LMCache (lmcache/hooks.py), and checks our connector's settings before vLLM 
 that a mistake in `kv_transfer_config` is the last line of vLLM's log.
 
 If `VLLM_PLUGINS` leaves the plugin out, vLLM finds our connector only by its
-`kv_connector_module_path`. The connector then says so, and finds a mistake in its own settings in
-an engine process, where much of the log follows."""
+`kv_connector_module_path`, and the connector finds a mistake in its own settings in an engine
+process, where much of the log follows."""
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from vcache_backend.errors import ConfigError, printable
@@ -30,14 +27,11 @@ FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 CONNECTOR, CLASS = "vcache_backend.integration.vllm_connector", "VCacheConnector"
 BESIDE = "VCacheMultiConnector"
 """The class that puts our connector beside others."""
-_registered = False
 log = logging.getLogger(__name__)
 
 
 def register() -> None:
     """Cheap. Never raises."""
-    global _registered
-    _registered = True
     register_name()
     after_import(LMCACHE, _hook_into)
     # Only the front end has loaded this module. All other processes get the front end's
@@ -69,31 +63,13 @@ def _register_in(module: Any) -> None:
         log.warning(said, CLASS, CONNECTOR, error)
 
 
-def warn_if_left_out() -> None:
-    """Warn, in the front end, that vLLM was told not to load this plugin. Call it where vLLM loads
-    our connector."""
-    if ARGUMENTS in sys.modules and not _registered:
-        from vcache_backend.config import left_out
-
-        if wrong := left_out():
-            log.warning("vcache: %s. Until then mistakes in the settings are found late", wrong)
-
-
 def _checking(create: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        fault = mistake(getattr(self, "kv_transfer_config", None))
-        _refuse(fault)
-        if fault:
+        if fault := mistake(getattr(self, "kv_transfer_config", None)):
             raise ConfigError(fault)
         return create(self, *args, **kwargs)
 
     return create_engine_config
-
-
-def _refuse(fault: str) -> None:
-    """End vLLM's own command without a traceback, as for any wrong argument."""
-    if fault and _is_a_command():
-        raise SystemExit(f"vcache: {fault}")
 
 
 def mistake(transfer: Any) -> str:
@@ -103,7 +79,7 @@ def mistake(transfer: Any) -> str:
         for where, told in _connectors(transfer):
             from .vllm import settings  # only where our connector is asked for
 
-            if fault := _switch(told) or misplaced(told):
+            if fault := misplaced(told):
                 return f"{where}{fault}"
             if told.get("kv_connector") == BESIDE:
                 continue
@@ -118,11 +94,9 @@ def mistake(transfer: Any) -> str:
 
 
 def _connectors(transfer: Any, where: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each of our connectors, however misspelt, also within MultiConnectors: its place, and vLLM's
-    settings of it."""
+    """Each of our connectors, also within MultiConnectors: its place, and vLLM's settings of it."""
     told = transfer if isinstance(transfer, Mapping) else getattr(transfer, "__dict__", {})
-    names = told.get("kv_connector"), told.get("kv_connector_module_path")
-    if "vcac" in str(names).lower():
+    if told.get("kv_connector") in (CLASS, BESIDE):
         yield where, told
     if told.get("kv_connector") in ("MultiConnector", BESIDE):
         extra = told.get("kv_connector_extra_config") or {}
@@ -146,33 +120,5 @@ def misplaced(transfer: Any) -> str:
     return f"{where} has {_shown(twice[0])}, too: once is enough" if twice else ""
 
 
-def _switch(told: Mapping[str, Any]) -> str:
-    """The mistake in the keys that name our connector, or empty."""
-    name, path = told.get("kv_connector"), told.get("kv_connector_module_path")
-    if path in (None, CONNECTOR):
-        meant = difflib.get_close_matches(str(name), (CLASS, BESIDE), 1, 0.0)[0]
-        return "" if name == meant else f"kv_connector is {_shown(name)}: set it to `{meant}`"
-    if not path or not _has(path, name):
-        found = f"kv_connector_module_path is {_shown(path)}, where vLLM finds no {_shown(name)}"
-        return f"{found}: leave it out, and set kv_connector to `{CLASS}`"
-    return ""
-
-
-def _has(path: str, name: Any) -> bool:
-    """Whether the module, somebody's own, has the class. vLLM imports it, too."""
-    with suppress(ImportError):
-        return hasattr(importlib.import_module(path), str(name))
-    return False
-
-
 def _shown(value: Any) -> str:
     return "not set" if value is None else f"`{printable(str(value))}`"
-
-
-def _is_a_command() -> bool:
-    """Whether this program is vLLM's own: `vllm …`, or a vLLM module by `python -m`. Other programs
-    may want to catch the error."""
-    module = getattr(sys.modules.get("__main__"), "__spec__", None)
-    return Path("".join(sys.argv[:1])).name == "vllm" or (
-        module is not None and module.name.startswith("vllm.")
-    )

@@ -20,7 +20,6 @@ from . import around_vllm, plugin
 from .vllm import settings
 from .vllm.boundary import Boundary
 
-plugin.warn_if_left_out()
 # MultiConnector finds the class that reads a connector's statistics by the registered name only.
 plugin.register_name()
 

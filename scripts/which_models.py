@@ -150,12 +150,13 @@ def _ask(name: str) -> dict[str, Any]:
             settings |= {"engine": {"chunk_size": int(fitting[1])}}
             found = report.report(folder, from_dict(settings))
     layers = [
-        f"{layer.count} {layer.kind}{layer.window or ''}/{layer.block}" for layer in found.layers
+        f"{count} {kind}{window or ''}/{block}"
+        for (kind, window, block), count in found.layers.items()
     ]
     answer = {"layers": " + ".join(layers), "hits": found.hits}
     if found.refused:
         return answer | {"how": "refused", "why": found.refused}
-    return answer | {"how": "in place" if found.in_place else "pool"}
+    return answer | {"how": found.settings.connector.share.replace("_", " ")}
 
 
 def _configuration(name: str) -> dict[str, Any]:

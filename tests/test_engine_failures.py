@@ -17,42 +17,6 @@ from vcache_backend.vram_pool.copies.copier import Completion, CopyJob, HostCopi
 __all__ = ["here", "served"]
 
 
-# ---- writers that die or hang
-
-
-def test_a_writer_that_hangs_in_its_copy_keeps_its_slot_until_it_is_done(here: Node) -> None:
-    here.serve(reservation_seconds=1.0)
-    mine, theirs = Cache(), Cache()
-    other = here.engine("host:a", 2 * mine.chunk_bytes, layout_of(mine))
-    writer = here.worker("host:b", pauses=True)
-    client = here.client()
-    writer.until_paused("store", prompt(CHUNK), places(SMALL, CHUNK))
-    writer.stop()
-    eventually(lambda: counts(client) == (0, 1))
-
-    # Its key is free again, its slot is not: of two chunks one finds room, whatever is evicted.
-    put(other, mine, prompt(CHUNK))
-    assert get(other, theirs, prompt(CHUNK)) == CHUNK
-    for family in (2, 3):
-        put(other, mine, prompt(CHUNK, family))
-    put(other, mine, prompt(CHUNK))
-    assert client.list_segments()[0].chunks == 1
-    assert get(other, theirs, prompt(CHUNK)) == CHUNK
-
-    writer.cont()
-    writer.resume()
-    writer.answer()
-    assert writer.ask("flush")
-    stats = writer.ask("stats")
-    assert stats["tokens"]["stored"] == 0
-    assert stats["failures"]["reservation_void"] == 1
-    eventually(lambda: counts(client) == (0, 0))
-    assert get(other, theirs, prompt(CHUNK)) == CHUNK
-    put(other, mine, prompt(CHUNK, 4))
-    assert client.list_segments()[0].chunks == 2
-    assert get(other, theirs, prompt(CHUNK, 4)) == get(other, theirs, prompt(CHUNK)) == CHUNK
-
-
 def test_slots_that_a_hung_server_promised_to_nobody_come_back(served: Node) -> None:
     """The store gave up at its deadline; the server reads the request later and cannot deliver its
     answer.

@@ -241,9 +241,9 @@ def _as_salt(salt: object) -> bytes:
 def _as_key(cache_key: object) -> ChunkKey:
     if isinstance(cache_key, bytes) and len(cache_key) == KEY_BYTES:
         return ChunkKey(cache_key)
-    size = f"{len(cache_key)} " if isinstance(cache_key, bytes) else "a "
-    given = f"{size}{type(cache_key).__name__}"
-    raise ValueError(f"cache_key is {given}; expected {KEY_BYTES} bytes, one of `keys(tokens)`")
+    raise ValueError(
+        f"cache_key is {cache_key!r:.80}; expected {KEY_BYTES} bytes, one of `keys(tokens)`"
+    )
 
 
 def _as_seconds(timeout: object) -> float:

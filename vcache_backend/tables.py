@@ -101,10 +101,8 @@ def status(stats: m.ServerStats) -> Iterator[RenderableType]:
     pool = {"chunks": stats.chunks, "reservations": stats.reservations}
     yield _counts(**pool, quarantined=stats.quarantined)
     faults = _mismatches(stats), _quarantined(stats), _reports(stats.reports)
-    tables = *faults, _instances(stats), _reads(stats)
+    tables = *faults, _instances(stats), _reads(stats), _segments(stats)
     yield from (each for each in tables if each.row_count)
-    if stats.segments:
-        yield from segments(stats.segments)
     counts = Counter(stats.counters)
     if promised := counts["promised_chunks"]:
         waited = f"{counts['waited_milliseconds'] / 1e3:,.1f} s"
@@ -112,11 +110,7 @@ def status(stats: m.ServerStats) -> Iterator[RenderableType]:
         yield _counts(waits=f"{waited}, {counts['promised_chunks_broken']:,} broken")
 
 
-def segments(infos: Sequence[m.SegmentInfo]) -> Iterator[RenderableType]:
-    """Make a row for each segment, or a sentence without segments."""
-    if not infos:
-        yield Text("no segments: no process lends memory to a pool; in place none is needed")
-        return
+def _segments(stats: m.ServerStats) -> Table:
     rows = [
         (
             info.id,
@@ -127,10 +121,10 @@ def segments(infos: Sequence[m.SegmentInfo]) -> Iterator[RenderableType]:
             f"{info.chunks:,}",
             Text(info.state, style="" if info.state == "live" else "yellow"),
         )
-        for info in infos
+        for info in stats.segments
     ]
     columns = "~segment", "~device", ">full", ">used", ">size", ">chunks", "state"
-    yield table("Segments", columns, rows)
+    return table("Segments", columns, rows)
 
 
 def _counts(**counts: int | str) -> Text:

@@ -1,5 +1,5 @@
-"""What runs in vLLM's workers: an indexer of DeepSeek V3.2 and V4 chooses without chance, and KV of
-single layers is flipped.
+"""What runs in vLLM's workers: dummy weights are scaled, an indexer of DeepSeek V3.2 and V4 chooses
+without chance, and KV of single layers is flipped.
 
 In a module of its own, since vLLM hands functions to its workers by name."""
 
@@ -34,6 +34,23 @@ def choose_alike(model: Any) -> None:
 
     _custom_ops.top_k_per_row_prefill = prefill
     SparseIndexerTopk.forward = decode
+
+
+def scale_weights(model: Any) -> int:
+    """In vLLM's worker. Dummy weights are too small for the output to depend on the context: norms
+    become 1, matrices 20 times as large, convolutions of a few tokens 1000 times. Biases and sinks
+    stay small: of 1 they would drown what the context says. States of gated delta nets forget in a
+    thousand tokens, not in two."""
+    # On CPUs vLLM has put most matrices where they cannot be scaled: what goes into them is.
+    norm = 1.0 if all(parameter.numel() for parameter in model.parameters()) else 20.0
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.data.mul_(1000 if "conv." in name and parameter.dim() == 3 else 20)
+        elif "norm" in name:
+            parameter.data.fill_(norm)
+        elif name.endswith("A_log"):
+            parameter.data.fill_(-7.0)
+    return sum(1 for _ in model.parameters())
 
 
 def choose(scores: Any, starts: Any, ends: Any, chosen: Any) -> None:

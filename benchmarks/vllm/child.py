@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
-from vcache_backend.prove.instance import SECONDS, Serving, main
+from vcache_backend.prove.instance import Serving, main
 
-from .alike import choose_alike, flip_layers
+from .alike import choose_alike, flip_layers, scale_weights
 
 if find_spec("triton"):  # Without a GPU there may be none.
     from triton.runtime.autotuner import Autotuner
@@ -26,8 +26,10 @@ if find_spec("triton"):  # Without a GPU there may be none.
 class Measured(Serving):
     """The commands that `Fleet.instance` takes."""
 
-    def __init__(self, arguments: dict[str, Any], dummy: bool) -> None:
-        super().__init__(arguments, dummy)
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        if arguments.get("load_format") == "dummy":
+            self._llm.apply_model(scale_weights)
         self._llm.apply_model(choose_alike)
 
     def flip_layers(self, offset: int, mask: int, step: int, ends: str) -> None:
@@ -52,7 +54,7 @@ class Measured(Serving):
     ) -> list[float]:
         """Seconds of each of `count` steps in which `prompts` decode. waiting: requests whose
         prompts somebody has announced, and nobody computes. extra: of the first request."""
-        announced = {"kv_transfer_params": {"vcache": {"announced": True, "wait_seconds": SECONDS}}}
+        announced = {"kv_transfer_params": {"vcache": {"announced": True, "wait_seconds": 120.0}}}
         with self._running(prompts, extra):
             names = [self._add(prompt, 1, extra=announced) for prompt in waiting]
             ends = list[float]()

@@ -127,7 +127,7 @@ class Fleet:
             # The owner must still hold what its readers' own prefix caches cannot keep.
             scale = msgspec.structs.replace(scale, kv_bytes=OWNERS * scale.kv_bytes)
         given = arguments(scale, spec, self.model(spec.kind), self._transfer(spec, scale))
-        settings = json.dumps({"arguments": given, "dummy": given.get("load_format") == "dummy"})
+        settings = json.dumps(given)
         log = self.folder / f"{name}.log"
         # Remove an earlier run's log: its lines would say that the code is compiled.
         log.unlink(missing_ok=True)

@@ -45,7 +45,7 @@ class Instance:
 
     def describe(self, chunk_size: int) -> PagedKV:
         """Describe this worker's KV caches. LayoutError."""
-        table = groups.LayerGroup(0, self.model.block_size, 0, tuple(self.kvcaches))
+        table = groups.LayerGroup(0, self.model.block_size, tuple(self.kvcaches))
         tables = groups.Groups([table], chunk_size)
         kv = tables.describe(self.kvcaches, self.num_blocks)
         if kv.others:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
-from ..hooks import replace
+from ..hooks import observe
 from .model.weights import located
 
 log = logging.getLogger("vllm.vcache")
@@ -31,7 +31,10 @@ class Adapters:
 
     def __init__(self) -> None:
         _all.add(self)
-        _watch(getattr(sys.modules.get("vllm.v1.engine.core"), "EngineCore", None))
+        if (core := sys.modules.get("vllm.v1.engine.core")) is not None:
+            # The second look notices files that change during the call.
+            ways = {"before": _look(Adapters.content), "after": _look(Adapters.added)}
+            observe(core.EngineCore, "add_lora", "lora_request", **ways)
         self._first: dict[object, tuple[object, str, str] | None] = {}
         """By number, and by the prefix cache's name: (this name, path, content). None once a number
         or name has stood for several adapters."""
@@ -81,32 +84,15 @@ class Adapters:
 _all: WeakSet[Adapters] = WeakSet()
 
 
-def _watch(engine: Any) -> None:
-    """Wrap vLLM's `add_lora`, so that all `Adapters` of this process see every adapter that is
-    added or replaced. engine: vLLM's class of engines; None without vLLM. Idempotent.
+def _look(does: Callable[[Adapters, Any], object]) -> Callable[..., None]:
+    """Have all `Adapters` of this process look at an adapter that an engine adds or replaces, in
+    its scheduler's thread, between two steps."""
 
-    An engine adds adapters in its scheduler's thread, between two steps."""
-    if engine is None:
-        return
+    def look(engine: Any, lora_request: Any, *_: Any, **__: Any) -> None:
+        for adapters in list(_all):
+            does(adapters, lora_request)
 
-    def look(does: Callable[[Adapters, Any], object], lora_request: Any) -> None:
-        try:
-            for adapters in list(_all):
-                does(adapters, lora_request)
-        except Exception:  # nothing of ours raises into vLLM
-            log.exception("vcache: the files of an adapter were not looked at")
-
-    def looking(add: Callable[..., Any]) -> Callable[..., Any]:
-        def add_lora(self: Any, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
-            # Look before the call: the next look then notices files that change during the call.
-            look(Adapters.content, lora_request)
-            added = add(self, lora_request, *args, **kwargs)
-            look(Adapters.added, lora_request)
-            return added
-
-        return add_lora
-
-    replace(engine, "add_lora", looking, "lora_request")
+    return look
 
 
 def _known_as(lora_request: Any) -> object:

@@ -37,37 +37,30 @@ class Unserved:
             self._meter.count("computed_prompts", 1)
             self._prompts, self._tokens = self._prompts + 1, self._tokens + missing
             if (now := monotonic()) >= self._due:
-                if not self._served:
-                    self._tell(f"the last {self._prompts} prompts ({self._tokens:,} tokens)")
+                what = f"the last {self._prompts} prompts ({self._tokens:,} tokens)"
+                if not self._served and (outbox := self._context.outbox) is not None:
+                    outbox.after(at_once, lambda: self._say(what))
                 self._due = now + 60.0
                 self._prompts = self._tokens = self._served = 0
-
-    def _tell(self, what: str) -> None:
-        if (outbox := self._context.outbox) is not None:
-            outbox.after(at_once, lambda: self._say(what))
 
     def _say(self, what: str) -> None:
         """Runs in the outbox's thread."""
         client, own = self._context.client, self._context.publications
-        if client is None:
-            return
+        assert client is not None
         why = client.trouble
         with suppress(VCacheError):
-            others = [
-                one
+            others = sum(
+                one.id != own.instance.hex() if own is not None else one.pid != os.getpid()
                 for one in client.stats().instances
                 if one.namespace == self._context.prefix.hex()
-                if (one.id != own.instance.hex() if own is not None else one.pid != os.getpid())
-            ]
-            why = (
-                "no other instance shares KV with this one: start one with kv_role kv_producer or "
-                "kv_both, the same model and the same settings"
             )
-            if others:
-                why = (
-                    f"none of the {len(others)} instances that share KV with this one had them: "
-                    'have one compute each prompt, and announce it here ("announced")'
-                )
+            why = (
+                f"none of the {others} instances that share KV with this one had them: have one "
+                'compute each prompt, and announce it here ("announced")'
+                if others
+                else "no other instance shares KV with this one: start one with kv_role "
+                "kv_producer or kv_both, the same model and the same settings"
+            )
         log.warning("vcache: kv_consumer computes: nobody had %s: %s", what, why)
         with suppress(VCacheError):
             client.report("warn", f"kv_consumer (pid {os.getpid()}) computes its prompts: {why}")

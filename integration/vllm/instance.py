@@ -4,17 +4,17 @@ connection to the server."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import start
 from vcache_backend.protocol.channel import Standing
 from vcache_backend.protocol.client import Client
-from vcache_backend.protocol.messages import ChunkKey, Join
+from vcache_backend.protocol.messages import Join
 from vcache_backend.resident.mappings import Tables
 from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.transfer.session import make_tier
@@ -23,16 +23,12 @@ from vcache_backend.vram_pool.generations import GenerationView
 
 from ..around_vllm import served_at
 from .blocks import KVBlocks
-from .metadata import Link
 from .model import compat, groups, versions
 from .model import spec as model_spec
 from .model.sharing import Plan
 from .publications import Publications
 from .requests import Tracked
 from .telemetry.events import Announcer
-
-if TYPE_CHECKING:
-    from vcache_backend.offload.tier import OffloadTier
 
 log = logging.getLogger("vllm.vcache")
 
@@ -45,20 +41,61 @@ class InstanceContext:
     """The instance as its scheduler knows it. Runs in the scheduler's thread. Each method waits at
     most for one server call."""
 
+    blocks: KVBlocks | None = None
+    """vLLM's block pool; None until vLLM has shown it, before the first request."""
+    refused = ""
+    """Why nothing is cached; empty if the instance caches."""
+    prefix = b""
+    """Of the namespace's keys. This and the next three are empty or None before `open`."""
+    client: Client | None = None
+    outbox: Outbox | None = None
+    tables: Tables | None = None
+    """Other instances' generations; None unless KV caches are shared in place."""
+    publications: Publications | None = None
+    """This instance's publications; None unless KV caches are shared in place."""
+    announcer: Announcer | None = None
+    """None unless KV events are wanted. Chunks shared in place need no events of ours: vLLM
+    announces its own KV cache."""
+    _wait_until: float | None = None
+
     def __init__(
         self, vllm_config: Any, kv_cache_config: Any, decision: Plan, loads: bool, stores: bool
     ) -> None:
         """decision: to cache. loads, stores: the instance's role allows loads, stores. SegmentError
         if memory is lacking."""
         self._model, self.config, _, self._standing = decision
-        model, config = self._model, self.config
+        model, config, weights = self._model, self.config, self.config.connector.weights
         self.loads, self.stores = loads, stores
-        in_place = config.connector.share == "in_place"
-        self.copies = stores and (not in_place or config.pool.lent > 0)
+        in_place, lends = config.connector.share == "in_place", config.pool.lent > 0
+        self.copies = stores and (not in_place or lends)
         """Blocks are copied into a pool: their next owners wait for that."""
         self.prompts_only = config.connector.store == "prompt"
         """Only chunks of prompts are stored."""
-        self.chunk_size = config.engine.chunk_size
+        self.ranks = model.pp_size * (1 if model.use_mla else model.tp_size)
+        """Shards of a chunk."""
+        self._shards: dict[tuple[int, int], model_spec.ShardSpec] = {}
+        self._workers = model.pp_size * model.tp_size
+        self._root, self._name = compat.hash_root(vllm_config), served_at(vllm_config)
+        self.versions = bool(weights)
+        """The user names versions of the weights."""
+        self.version = versions.digest(weights) if weights else b""
+        """The present version, hashed into every key (see `versions`). Empty without versions,
+        until the weights change."""
+        self._measure(vllm_config, kv_cache_config, in_place)
+        if in_place:
+            tables = {group.number: group.table(self.hash_block) for group in self.groups.all}
+            self.publications = Publications(kv_cache_config.num_blocks, tables, loads)
+        if compat.publishes_events(vllm_config) and (not in_place or lends):
+            self.announcer = Announcer(self.ranks)
+        # Early: connecting takes a moment, in the background.
+        self.offload = make_tier(config.offload, EngineStats(), model.device_type != "cpu")
+        self.reads_tails = self.tails and not (stores or lends or self.offload is not None)
+        """This is a decode server that loads prompts to their last token. What a server with a pool
+        or an offload tier loads, or one that publishes, ends with a block."""
+
+    def _measure(self, vllm_config: Any, kv_cache_config: Any, in_place: bool) -> None:
+        """The units in which keys are made, and hits end."""
+        self.chunk_size = self.config.engine.chunk_size
         self.hash_block = compat.hash_block_size(vllm_config, kv_cache_config)
         """Tokens of a hash in vLLM's `block_hashes`."""
         self.hashes = self.chunk_size // self.hash_block
@@ -76,50 +113,6 @@ class InstanceContext:
         """A prefill server publishes the tokens behind a prompt's last whole block, too, and a
         decode server loads all but the prompt's last token: the step that computes this token alone
         runs as one CUDA graph, as steps that only decode do."""
-        self.ranks = model.pp_size * (1 if model.use_mla else model.tp_size)
-        """Shards of a chunk."""
-        self._shards: dict[tuple[int, int], model_spec.ShardSpec] = {}
-        self._workers = model.pp_size * model.tp_size
-        self._wait_until: float | None = None
-        self._root, self._name = compat.hash_root(vllm_config), served_at(vllm_config)
-        weights = config.connector.weights
-        self.versions = bool(weights)
-        """The user names versions of the weights."""
-        self.version = versions.digest(weights) if weights else b""
-        """The present version, hashed into every key (see `versions`). Empty without versions,
-        until the weights change."""
-        self.blocks: KVBlocks | None = None
-        """vLLM's block pool; None until vLLM has shown it, before the first request."""
-        self.refused = ""
-        """Why nothing is cached; empty if the instance caches."""
-        self.prefix = b""
-        """Of the namespace's keys. This and the next three are empty or None before `open`."""
-        self.client: Client | None = None
-        self.outbox: Outbox | None = None
-        self.tables: Tables | None = None
-        """Other instances' generations; None unless KV caches are shared in place."""
-        self.publications: Publications | None = None
-        """This instance's publications; None unless KV caches are shared in place."""
-        if in_place:
-            tables = {group.number: group.table(self.hash_block) for group in self.groups.all}
-            blocks = kv_cache_config.num_blocks
-            self.publications = Publications(blocks, tables, loads)
-        self.announcer: Announcer | None = None
-        """None unless KV events are wanted. Chunks shared in place need no events of ours: vLLM
-        announces its own KV cache."""
-        if compat.publishes_events(vllm_config) and (not in_place or config.pool.lent):
-            self.announcer = Announcer(self.ranks)
-        self.offload: OffloadLookup | None = None
-        try:
-            # Early: connecting takes a moment, in the background.
-            tier = make_tier(config.offload, EngineStats(), model.device_type != "cpu")
-            self.offload = OffloadLookup(tier, self.ranks) if tier is not None else None
-        except Exception:  # the integration's outermost line: vLLM serves without
-            log.exception("vcache: nothing is read from the offload tier")
-        pooled = self.offload is not None or bool(config.pool.lent)
-        self.reads_tails = self.tails and not stores and not pooled
-        """This is a decode server that loads prompts to their last token. What a server with a pool
-        or an offload tier loads, or one that publishes, ends with a block."""
 
     def watch(self, blocks: KVBlocks) -> None:
         """Note vLLM's pool. ValueError if pool and KV cache differ in size."""
@@ -168,10 +161,12 @@ class InstanceContext:
         return not self.refused
 
     def note(
-        self, shards: Mapping[tuple[int, int], model_spec.ShardSpec], links: Mapping[int, Link]
+        self,
+        shards: Mapping[tuple[int, int], model_spec.ShardSpec],
+        links: Mapping[int, tuple[bool, float | None]],
     ) -> None:
         """Note the workers' reports. shards: by (pipeline rank, tensor rank), a shard, or why the
-        worker stopped caching. links: by worker number, the connection to the offload tier."""
+        worker stopped caching. links: by worker number, see `OffloadTier.link`."""
         if shards and not self.refused:
             self._shards |= shards
             problems = sorted({shard.problem for shard in self._shards.values() if shard.problem})
@@ -181,7 +176,7 @@ class InstanceContext:
                     self.offload.close()
                     self.offload = None
         if links and self.offload is not None:
-            self.offload.note(links)
+            self.offload.note(links, self.ranks)
 
     # ---- the server
 
@@ -268,41 +263,3 @@ class InstanceContext:
         if self.announcer is not None and self.client is not None:
             with suppress(VCacheError):
                 self.announcer.check(self.client.contains)
-
-
-class OffloadLookup:
-    """Looks chunks up in the offload tier. Runs in the scheduler's thread; each call waits at most
-    `offload.lookup_seconds`.
-
-    No hits while the scheduler or any worker cannot reach the tier."""
-
-    def __init__(self, tier: OffloadTier, ranks: int) -> None:
-        """ranks: shards of a chunk."""
-        self._tier, self._ranks = tier, ranks
-        self._links: dict[int, Link] = {}
-
-    @property
-    def usable(self) -> bool:
-        return self._tier.usable and all(link.usable for link in self._links.values())
-
-    def extend(self, client: Client, keys: Sequence[ChunkKey], found: int) -> int:
-        """Return how many leading chunks the pool and the offload tier have. found: how many the
-        pool has."""
-        try:
-            return self._tier.extend(client, keys, self._ranks, found) if self.usable else found
-        except VCacheError as error:
-            log.debug("look-up in the offload tier: %s", error)
-            return found
-
-    def note(self, links: Mapping[int, Link]) -> None:
-        """Note the workers' present connections to the store, by worker number."""
-        self._links |= links
-        rates = [link.bandwidth for link in self._links.values() if link.bandwidth is not None]
-        if rates:
-            # All workers load their shards at once, so the slowest worker decides when a chunk is
-            # loaded.
-            self._tier.bandwidth = min(rates) * self._ranks
-
-    def close(self) -> None:
-        """Idempotent."""
-        self._tier.close()

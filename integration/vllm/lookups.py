@@ -377,7 +377,7 @@ class Lookups:
         hits, before = chunks, first * context.chunk_size
         if not context.groups.parts and context.offload is not None:
             keys = self.keys(tracked, first, first + asked)
-            hits = context.offload.extend(client, keys, chunks)
+            hits = context.offload.extend(client, keys, context.ranks, chunks)
         tokens = before + hits * context.chunk_size
         if context.publications is not None and hits == chunks:
             block = context.groups.block

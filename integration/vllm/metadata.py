@@ -17,14 +17,6 @@ from vcache_backend.transfer.keys import state_keys
 from .model.spec import ShardSpec
 
 
-class Link(msgspec.Struct, frozen=True):
-    """A worker's connection to the offload tier. usable: packages and settings are present, and the
-    tier answers. bandwidth: bytes a second of recent reads; None before the first read."""
-
-    usable: bool = True
-    bandwidth: float | None = None
-
-
 class _Spec(msgspec.Struct, frozen=True):
     """A spec has many numbers and locations: pickled as MessagePack, in a tenth of pickle's
     time."""
@@ -192,7 +184,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     chunks, if anybody listens to KV events. spans: a span for each finished load."""
 
     failed: set[str] = field(default_factory=set)
-    links: dict[int, Link] = field(default_factory=dict)
+    links: dict[int, tuple[bool, float | None]] = field(default_factory=dict)
     shards: dict[tuple[int, int], ShardSpec] = field(default_factory=dict)
     stored: dict[int, list[ChunkKey]] = field(default_factory=dict)
     echoes: set[int] = field(default_factory=set)

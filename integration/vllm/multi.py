@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
 )
@@ -240,23 +239,12 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
                 child.update_state_after_alloc(request, blocks, 0)
         state.loader = state.loader if chosen is None else chosen
 
-    def request_finished(
-        self, request: Any, blocks: list[int]
+    def _aggregate_request_finished(
+        self, request: Any, per_connector_fn: Callable[[Any], Any]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._finish(request, "request_finished", blocks)
-
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        if not self._all_support_hma:
-            return self.request_finished(request, block_ids[0])
-        return self._finish(request, "request_finished_all_groups", block_ids)
-
-    def _finish(
-        self, request: Any, call: str, blocks: object
-    ) -> tuple[bool, dict[str, Any] | None]:
+        """For vLLM's `request_finished` and `request_finished_all_groups`."""
         name = request.request_id
-        params = self._tell_finished(request, call, blocks)
+        params = self._tell_finished(name, per_connector_fn)
         self._requests_to_connector.pop(name, None)
         state = self._requests.setdefault(name, RequestState())
         if self.off and not self._settled:
@@ -270,11 +258,11 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
         return bool(state.holds), params
 
     @guarded(answer(None))
-    def _tell_finished(self, request: Any, call: str, blocks: object) -> dict[str, Any] | None:
+    def _tell_finished(self, name: str, tell: Callable[[Any], Any]) -> dict[str, Any] | None:
         params = None
-        state = self._requests.setdefault(request.request_id, RequestState())
+        state = self._requests.setdefault(name, RequestState())
         for number, child in enumerate(self._connectors):
-            holds, told = getattr(child, call)(request, blocks)
+            holds, told = tell(child)
             if holds:
                 state.holds.add(number)
             if told is not None:
@@ -421,12 +409,3 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
     def get_block_ids_with_load_errors(self) -> set[int]:
         invalid, self._invalid = self._invalid, set()
         return invalid.union(*(self._filling[one] for one in self._filling if self._off(one)))
-
-    @guarded(answer(None))
-    def get_kv_connector_kv_cache_events(self) -> Any:
-        """Of one connector: vLLM merges only events of one type."""
-        base = KVConnectorBase_V1.get_kv_connector_kv_cache_events
-        for child in self._connectors:
-            if child.__class__.get_kv_connector_kv_cache_events is not base:
-                return child.get_kv_connector_kv_cache_events()
-        return None

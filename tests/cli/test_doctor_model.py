@@ -66,19 +66,20 @@ def test_layers_with_windows_are_shared_in_place_and_a_chunk_has_what_a_hit_can_
 ) -> None:
     model = doctor_report(written(tmp_path, GEMMA), Config())
     layers = "5 layers with a window of 64 tokens, 1 layers of full attention"
-    assert str(model) == f"Gemma3ForCausalLM: {layers}"
+    assert model.text == f"Gemma3ForCausalLM: {layers}"
     # Of the full layer's 256 tokens all, of a window's the last block of 128, in each of five
     # tables.
-    assert (model.in_place, model.chunk_bytes) == (True, (256 + 5 * 128) * TOKEN // 4)
+    assert model.settings.connector.share == "in_place"
+    assert model.chunk_bytes == (256 + 5 * 128) * TOKEN // 4
 
 
 @needs_vllm
 def test_blocks_are_as_large_as_a_state_like_in_an_instance(tmp_path: Path) -> None:
     model = doctor_report(written(tmp_path, GRANITE), Config())
-    assert [(layers.kind, layers.count) for layers in model.layers] == [("state", 3), ("full", 1)]
     # A state takes more bytes than vLLM's 128 tokens of KV on a CPU.
-    assert {layers.block for layers in model.layers} == {model.hits} == {640}
-    assert (model.in_place, model.chunk_size % model.hits, model.refused) == (True, 0, "")
+    assert model.layers == {("state", 0, 640): 3, ("full", 0, 640): 1}
+    assert (model.hits, model.settings.engine.chunk_size % 640, model.refused) == (640, 0, "")
+    assert model.settings.connector.share == "in_place"
 
 
 def asked(_: object, model: str) -> bytes:
@@ -97,14 +98,16 @@ def test_a_models_own_code_never_runs(tmp_path: Path) -> None:
     written(tmp_path, {"model_type": "ours", "auto_map": {"AutoConfig": "ours.Ours"}})
     (tmp_path / "ours.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Ours: pass\n")
     with beside_vllm() as worker:
-        assert "trust_remote_code" in json.loads(worker.ask(asked, str(tmp_path)))["trouble"]
+        (finding,) = json.loads(worker.ask(asked, str(tmp_path)))
+    assert finding["status"] == "fail"
+    assert "trust_remote_code" in finding["detail"]
     assert not (tmp_path / "ran").exists()
 
 
 def test_without_vllm_nobody_guesses(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lacking = "vcache_backend.doctor.model.find_spec"
+    lacking = "vcache_backend.doctor.find_spec"
     monkeypatch.setattr(lacking, lambda name: None if name == "vllm" else find_spec(name))
     finding = only(diagnose(config, str(written(tmp_path, LLAMA))))
     assert (finding.status, finding.advice) == ("fail", "run this in vLLM's environment")

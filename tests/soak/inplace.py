@@ -14,11 +14,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import NamedTuple
 
 import numpy as np
 
-from integration.vllm.blocks import KVBlocks, TrackedBlockPool
 from vcache_backend.errors import VCacheError
 from vcache_backend.protocol.messages import (
     HASH_BYTES,
@@ -68,37 +66,6 @@ OFFLINE_SECONDS = 0.02
 PATIENCE_SECONDS = 60.0
 
 
-class Block(NamedTuple):
-    block_id: int
-
-
-class BlockPool:
-    """vLLM's block pool, as far as our code wraps it. Hands out the block that was free for the
-    longest time first.
-    """
-
-    def __init__(self, blocks: int) -> None:
-        self.num_gpu_blocks = blocks
-        self.blocks: list[Block] = []
-        """Those that hold something for vLLM's prefix cache: none."""
-        self._free = deque(map(Block, range(blocks)))
-
-    def cache_full_blocks(self) -> None:
-        """Nothing: there is no prefix cache."""
-
-    def get_new_blocks(self, num_blocks: int) -> list[Block]:
-        return [self._free.popleft() for _ in range(num_blocks)]
-
-    def evict_blocks(self, block_ids: set[int]) -> None:
-        """Nothing: the blocks' owners will write them again."""
-
-    def reset_prefix_cache(self) -> bool:
-        return True
-
-    def free_blocks(self, blocks: Sequence[int]) -> None:
-        self._free.extend(map(Block, blocks))
-
-
 @dataclass
 class Written:
     """The end of a model's step, which may still be to come."""
@@ -128,10 +95,8 @@ class Instance(Living):
         self.session = Session(settings.config, self.memory.layout, anonymous=True)
         self.kv, self.client = self.session.bind(self.memory.tensors), self.session.client
         self.instance = InstanceId(secrets.token_bytes(INSTANCE_BYTES))
-        self.table, self.pool = Generations(self.instance, BLOCKS), BlockPool(BLOCKS)
-        if not self._late:
-            watched = KVBlocks(self.pool, self._failed)
-            TrackedBlockPool(self.table).watch(watched)
+        self.table, self.free = Generations(self.instance, BLOCKS), deque(range(BLOCKS))
+        self.table.void_all()
         self.epoch = self._heard = 0
         self.client.on_return.append(self._join)
         self.client.on_beat.append(self._listen)
@@ -142,11 +107,6 @@ class Instance(Living):
         self.shown = show_cache(self.client, self.instance, 0, shown, regions)
         self.publisher = Publisher(self.client, self.session.stats, self.instance, 0, BLOCKS)
         self.hasher = TokenHasher(self.session.namespace, CHUNK_TOKENS)
-
-    def _failed(self, reason: str, error: Exception) -> None:
-        """As in vLLM: nobody believes the table any more, and here the process ends."""
-        self.table.give_up()
-        raise error
 
     def _join(self) -> None:
         prefix = self.session.namespace.prefix
@@ -175,10 +135,11 @@ class Instance(Living):
         """So many blocks, and their new generations. From here on nobody may believe what they held
         before.
         """
-        blocks = [block.block_id for block in self.pool.get_new_blocks(count)]
+        blocks = [self.free.popleft() for _ in range(count)]
         if self._late:
             return blocks, np.full(len(blocks), self.table.coming, dtype=np.uint64)
-        # By vLLM's plan; what is published of it is told when they are written.
+        # As beside vLLM's pool; what is published of it is told when they are written.
+        self.table.void(blocks)
         self.table.filled(blocks)
         return blocks, self.table.counters[blocks]
 
@@ -217,7 +178,7 @@ class Owner(Instance):
             self.table.filled(blocks)
         self.step("before publication")
         written.over = True
-        self.pool.free_blocks(blocks)
+        self.free.extend(blocks)
         if not self._late:
             self._mishap(blocks[-EACH:], self.dice.random())
         time.sleep(self.dice.uniform(0, 0.004))
@@ -226,12 +187,12 @@ class Owner(Instance):
         if chance < 0.02:
             # A load into these blocks failed: they are computed again where they are, and nothing
             # of it is told.
-            self.pool.evict_blocks(set(blocks))
+            self.table.void(blocks)
             self.step("evicted", OFTEN)
             self.words[:, blocks] = POISON
         elif chance < 0.025:
             # What is there does not count any more, and here its bytes say so.
-            self.pool.reset_prefix_cache()
+            self.table.void_all()
             self.step("reset", OFTEN)
             self.words[:] = POISON
         elif chance < 0.026:
@@ -288,7 +249,7 @@ class Reader(Instance):
             self.loaded_wrong(f"{wrong:,} bytes of {loaded} blocks from {runs}")
         elif loaded and found.epoch == self.epoch:
             self.publish(keys, blocks[:loaded], generations[:loaded], Written(over=True))
-        self.pool.free_blocks(blocks)
+        self.free.extend(blocks)
 
     def _unchanged(self, found: Found) -> tuple[int, list[ResidentRun]]:
         """How many leading blocks are unchanged, mostly up to any number, and where."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,6 @@ import processes
 import pytest
 import torch
 from kv_cases import CHUNK, FLASH, SMALL, Arrangement, Cache, Sizes, layout_of, places
-from nursery import listen, say
 from processes import PATIENT, QUICK, SECONDS, Child, Stage, eventually, with_torch
 
 from vcache_backend import config as configuration
@@ -31,41 +30,6 @@ ROOMY = 1 << 20
 
 
 # ---- copiers that tests control
-
-
-class PausingCopier(HostCopier):
-    """Stops in the middle of the next copy, after `pause()`: a store with half of each slot
-    written, a load before its first byte.
-
-    It calls `wait` there, in the thread that copies.
-    """
-
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self._wait = wait
-        self.armed = False
-
-    def copy(self, job: CopyJob, after: Mark | None = None) -> Completion:
-        if not job.to_origin:
-            self._pause()
-            return super().copy(job, after)
-        halves, nbytes = list[torch.Tensor](), job.kv.chunk_bytes(CHUNK)
-        for segment, address in job.keep:  # type: ignore[attr-defined]
-            at = address - segment.whole.data_ptr()
-            halves.append(segment.whole[at + nbytes // 2 : at + nbytes])
-        old = [half.clone() for half in halves]
-        finished = super().copy(job, after)
-        new = [half.clone() for half in halves]
-        for half, tensor in zip(halves, old, strict=True):
-            half.copy_(tensor)
-        self._pause()
-        for half, tensor in zip(halves, new, strict=True):
-            half.copy_(tensor)
-        return finished
-
-    def _pause(self) -> None:
-        if self.armed:
-            self.armed = False
-            self._wait()
 
 
 class UnfinishedCopier(HostCopier):
@@ -110,14 +74,12 @@ class Awaited(Copied):
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker process is started with. pauses: its copier is a `PausingCopier`.
-    visible: the GPUs it sees; empty: those that this process sees.
-    apart: see `processes.Worker`. kv_device: where its KV cache lies, if not on the pool's device."""
+    """What a worker process is started with. visible: the GPUs it sees; empty: those that this
+    process sees. apart: see `processes.Worker`. kv_device: where its KV cache lies, if not on the pool's device."""
 
     config: Config
     arrangement: Arrangement
     sizes: Sizes
-    pauses: bool = False
     visible: str = ""
     apart: processes.Apart | None = None
     kv_device: str = ""
@@ -136,15 +98,8 @@ class WorkerLoop:
         if device.startswith("cuda"):
             torch.cuda.set_device(device)
         self.cache = Cache(setup.arrangement, setup.sizes, device)
-        self.pausing = PausingCopier(self._wait)
         layout = layout_of(self.cache, setup.config.engine.chunk_size)
-        copier = self.pausing if setup.pauses else None
-        given = {"copier": copier, "kv_device": setup.kv_device}
-        self.engine = VCacheEngine(setup.config, layout, **given)
-
-    def pause(self) -> None:
-        """In the next copy."""
-        self.pausing.armed = True
+        self.engine = VCacheEngine(setup.config, layout, kv_device=setup.kv_device)
 
     def store(self, tokens: torch.Tensor, slots: torch.Tensor) -> str:
         """Prefill and store, with a GPU's stream in a hurry: the kernels that write the KV have not
@@ -190,11 +145,6 @@ class WorkerLoop:
         kinds = "net", "pid", "time"
         return os.getuid(), *(os.readlink(f"/proc/self/ns/{name}") for name in kinds)
 
-    def _wait(self) -> None:
-        """Tell the test that the copy is half-way, and go on when it says so."""
-        say("paused")
-        assert listen(4 * SECONDS) == "resume"
-
 
 class Retrieved(NamedTuple):
     """wrong: bytes that are not the tokens' KV. clean: nothing else of the cache was touched."""
@@ -218,15 +168,6 @@ class Worker(processes.Worker):
         except BaseException:
             self.close()
             raise
-
-    def until_paused(self, name: str, *arguments: Any) -> None:
-        """Start a command whose copy stops half-way, and wait until it has."""
-        self.ask("pause")
-        self.tell(name, *arguments)
-        assert self.answer() == "paused"
-
-    def resume(self) -> None:
-        self.say("resume")
 
 
 # ---- a node
@@ -270,9 +211,7 @@ class Node:
         chunk_size: int = CHUNK,
         **more: Any,
     ) -> Worker:
-        """A worker process on `device`. more: `pauses`, `visible`, `apart`, `kv_device`
-        (see Setup).
-        """
+        """A worker process on `device`. more: `visible`, `apart`, `kv_device` (see Setup)."""
         more |= {"config": self.config(device, segment_bytes, chunk_size), "sizes": sizes}
         return self.undo.enter_context(Worker(Setup(arrangement=arrangement, **more)))
 

@@ -38,12 +38,6 @@ def say(value: Any) -> None:
     _pipe.send_bytes(pickle.dumps(value))
 
 
-def listen(seconds: float) -> Any:
-    """Of a worker: what the test says, by `Worker.say`."""
-    assert _pipe.poll(seconds), f"the test said nothing for {seconds:g} s"
-    return pickle.loads(_pipe.recv_bytes())
-
-
 def main(listening: int, over_with: int, modules: Sequence[str]) -> None:
     """Import modules, then fork a process for each request of whoever connects, until the tests are
     over: a process ends with them.

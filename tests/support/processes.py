@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
@@ -223,59 +222,57 @@ def forget_last_words() -> None:
 
 
 class Child(Process):
-    """A program, started as users start it. `expect` reads its standard output with a deadline."""
+    """A program, started as users start it. `expect` reads its output with a deadline."""
 
     def __init__(self, arguments: list[str], **environment: str) -> None:
-        self._said = self._buffer = b""
         given = os.environ | {"PYTHONPATH": python_path(), "PYTHONUNBUFFERED": "1"} | environment
-        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+        streams = {"stdin": subprocess.DEVNULL, "stdout": self._output()}
         streams |= {"stderr": subprocess.STDOUT}
         more: dict[str, Any] = {"start_new_session": True, "preexec_fn": _start}
         self.process = subprocess.Popen(arguments, cwd=ROOT, env=given, **streams, **more)
-        self._out = self.process.stdout.fileno()
         super().__init__(" ".join(arguments)[:120], self.process.pid)
+
+    def _output(self) -> int:
+        """A file for what it says, of which nothing is read so far."""
+        self._file, self._read = tempfile.TemporaryFile(), 0  # noqa: SIM115 - until `close`
+        return self._file.fileno()
 
     def status(self) -> int:
         """Its exit status, once it has ended."""
         return self.process.wait(SECONDS)
 
     def expect(self, text: str, seconds: float = SECONDS) -> str:
-        """The first line with `text`; fails if the child ends or takes longer."""
-        deadline = time.monotonic() + seconds
-        while True:
-            while b"\n" in self._buffer:
-                line, self._buffer = self._buffer.split(b"\n", 1)
-                self._said += line + b"\n"
-                if text in line.decode():
-                    return line.decode()
-            piece = self._read(deadline - time.monotonic())
-            assert piece is not None, f"no {text!r} in {seconds:g} s; it said:\n{self.said()}"
-            assert piece, f"ended ({self.status()}) without {text!r}; it said:\n{self.said()}"
+        """The next line with `text`; fails if the child ends or takes longer."""
+
+        def found() -> str:
+            ended = self.ended()
+            for line in self._rest().splitlines(keepends=True):
+                if line.endswith(b"\n"):
+                    self._read += len(line)
+                    if text in line.decode():
+                        return line.decode().rstrip("\n")
+            assert not ended, f"ended ({self.status()}) without {text!r}; it said:\n{self.said()}"
+            return ""
+
+        line: str = until(found, seconds)
+        assert line, f"no {text!r} in {seconds:g} s; it said:\n{self.said()}"
+        return line
 
     def wait(self, seconds: float = SECONDS) -> tuple[int, str]:
         """Its exit status and the rest of what it said."""
-        deadline = time.monotonic() + seconds
-        while (piece := self._read(deadline - time.monotonic())) != b"":
-            assert piece is not None, f"no end of {self.name} in {seconds:g} s: {self.said()}"
-        return self.status(), self._buffer.decode()
+        assert self.ended(seconds), f"no end of {self.name} in {seconds:g} s: {self.said()}"
+        return self.status(), self._rest().decode()
+
+    def _rest(self) -> bytes:
+        """All that was not read yet."""
+        file = self._file.fileno()
+        return os.pread(file, os.fstat(file).st_size - self._read, self._read)
 
     def said(self) -> str:
         """The end of all it has said so far."""
-        while self._read(0.0):
-            pass
-        return (self._said + self._buffer).decode(errors="replace")[-4000:]
-
-    def _read(self, seconds: float) -> bytes | None:
-        """What it says next, kept for `expect` and `wait`, too; None if it says nothing for so
-        long, nothing if it has hung up.
-        """
-        ready = select.poll()
-        ready.register(self._out, select.POLLIN)
-        if not ready.poll(1000 * max(0.0, seconds)):
-            return None
-        piece = os.read(self._out, 1 << 16)
-        self._buffer += piece
-        return piece
+        file = self._file.fileno()
+        at = max(0, os.fstat(file).st_size - 4000)
+        return os.pread(file, 4000, at).decode(errors="replace")
 
     def kill(self) -> None:
         super().kill()
@@ -283,7 +280,7 @@ class Child(Process):
 
     def close(self) -> None:
         super().close()
-        self.process.stdout.close()
+        self._file.close()
 
 
 class ForkedServer(Child):
@@ -292,16 +289,13 @@ class ForkedServer(Child):
     """
 
     def __init__(self, *arguments: str) -> None:
-        self._said = self._buffer = b""
         self._status: int | None = None
         self._pipe, theirs = multiprocessing.Pipe()
-        self._out, output = os.pipe()
         environment = os.environ | {"PYTHONPATH": python_path()}
         setting = {"folder": ROOT, "environment": environment, "apart": None}
         home = nursery("vcache_backend.cli", "vcache_backend.metadata_server.main")
-        pid = home.fork(setting, [theirs.fileno(), output])
-        theirs.close()
-        os.close(output)
+        with theirs:
+            pid = home.fork(setting, [theirs.fileno(), self._output()])
         Process.__init__(self, f"server {' '.join(arguments)}", pid)
         self._pipe.send_bytes(pickle.dumps((_serve, arguments, {})))
 
@@ -314,10 +308,8 @@ class ForkedServer(Child):
         return self._status
 
     def close(self) -> None:
-        if self in _running:
-            Process.close(self)
-            self._pipe.close()
-            os.close(self._out)
+        super().close()
+        self._pipe.close()
 
 
 def _serve(*arguments: str) -> None:
@@ -534,7 +526,7 @@ class Worker(Process):
 
     def tell(self, what: Callable[..., Any] | str, *arguments: Any, **more: Any) -> None:
         """`ask` without waiting; `answer` waits."""
-        self.say((what, arguments, more))
+        self._pipe.send_bytes(pickle.dumps((what, arguments, more)))
 
     def answer(self, seconds: float | None = None) -> Any:
         """The next answer, or what the process said of its own accord."""
@@ -552,10 +544,6 @@ class Worker(Process):
             self._receive(self._start_seconds)
             self._made = True
         return self
-
-    def say(self, value: Any) -> None:
-        """Give the process what it waits for (`nursery.listen`)."""
-        self._pipe.send_bytes(pickle.dumps(value))
 
     def said(self) -> str:
         """The end of what it has said, or all that came out of the same nursery."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from urllib.request import Request, urlopen
 
@@ -29,7 +30,6 @@ from vllm_models import CONNECTOR, TOKEN_BYTES, VOCABULARY, write_model
 
 from benchmarks.vllm.settings import lmcache as lmcache_settings
 from vcache_backend.config import Config
-from vcache_backend.doctor.model import ModelReport
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import KEY_BYTES, ChunkKey
 
@@ -181,17 +181,17 @@ def beside_vllm(log: Path | None = None) -> Worker:
     return Worker(home(), object, name="beside vLLM", log=log)
 
 
-def doctor_report(model: Path, settings: Config) -> ModelReport:
-    """What `vcache doctor --model` hears of its child process, from one that has vLLM already."""
+def doctor_report(model: Path, settings: Config) -> Any:
+    """A `ModelReport` and its `text`, made where vLLM is imported already."""
     with beside_vllm() as worker:
-        report: ModelReport = worker.ask(_report, str(model), settings)
-    return report
+        return SimpleNamespace(**worker.ask(_report, str(model), settings))
 
 
-def _report(_: object, model: str, settings: Config) -> ModelReport:
+def _report(_: object, model: str, settings: Config) -> dict[str, Any]:
     from vcache_backend.integration.vllm.model.report import report
 
-    return report(model, settings)
+    found = report(model, settings)
+    return found._asdict() | {"text": str(found)}
 
 
 def forking(

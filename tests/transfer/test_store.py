@@ -43,6 +43,28 @@ def test_close_finishes_the_stores_under_way(fresh: Node) -> None:
     assert get(fresh.engine("host:b", 0, layout_of(mine)), mine, tokens) == len(tokens)
 
 
+def test_a_copy_that_outlasts_its_reservation_keeps_its_slot_until_it_is_over(here: Node) -> None:
+    here.serve(reservation_seconds=0.5)
+    copier, mine, client = engine_cases.UnfinishedCopier(), Cache(), here.client()
+    other = here.engine("host:a", 2 * mine.chunk_bytes, layout_of(mine))
+    writer = here.engine("host:b", 0, layout_of(mine), copier=copier)
+    writer.store(prompt(CHUNK), None, mine.tensors, places(SMALL, CHUNK))
+    eventually(lambda: counts(client) == (0, 1))
+    # Its key is free again, its slot is not: of two chunks one finds room, whatever is evicted.
+    for family in (1, 2, 3, 1):
+        put(other, mine, prompt(CHUNK, family))
+    assert client.list_segments()[0].chunks == 1
+    assert get(other, Cache(), prompt(CHUNK)) == CHUNK
+    copier.finished.set()
+    assert writer.flush(SECONDS)
+    stats = writer.get_stats()
+    assert (stats["tokens"]["stored"], stats["failures"]["reservation_void"]) == (0, 1)
+    eventually(lambda: counts(client) == (0, 0))
+    put(other, mine, prompt(CHUNK, 4))
+    assert client.list_segments()[0].chunks == 2
+    assert [get(other, Cache(), prompt(CHUNK, family)) for family in (1, 4)] == [CHUNK, CHUNK]
+
+
 class NoCopier(HostCopier):
     """Must not be asked to store."""
 

@@ -6,7 +6,6 @@ vLLM alone."""
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator
 
@@ -29,10 +28,9 @@ from vllm_models import TOKEN_BYTES
 
 pytestmark = vllm_cases.needs_vllm
 
-VERDICT = "vcache_backend.transfer.sources:MemoryPart.settle"
 MAPPING = "vcache_backend.protocol.client:Client.open_cache"
 STEP_OVER = "vllm.v1.core.sched.scheduler:Scheduler.update_from_output"
-"""Places: a copy is over, and was it right; a worker asks for another one's KV cache; a step is over,
+"""Places: a worker asks for another one's KV cache; a step is over,
 and the scheduler learns so."""
 
 
@@ -85,51 +83,6 @@ def test_a_load_that_ends_beside_a_step_lets_its_request_run_in_the_next_one(her
         assert here.b.answer() == {}
     assert here.b.step(1)["load"].cached == 3 * CHUNK
     assert here.b.finish("beside").keys() == {"beside"}
-
-
-def survived(here: Node, prompts: list[Prompt], answers: list[vllm_cases.Answer]) -> None:
-    """The answers of `b` are right, so is what its own prefix cache has now, and sooner or later it
-    loads again what `a` has."""
-    for answer, prompt in zip(answers, prompts, strict=True):
-        assert answer.agrees(here.aside.run(prompt)[0])
-    assert here.b.run(prompts[0])[0].agrees(answers[0])
-
-    def loaded() -> bool:
-        tokens = new_tokens(3 * CHUNK + 1)
-        keep(here.a, tokens)
-        answer = here.b.one(tokens, params={"vcache": {"store": False}})
-        assert answer.agrees(here.aside.one(tokens))
-        return answer.cached == 3 * CHUNK
-
-    eventually(loaded)
-
-
-@pytest.mark.parametrize("what", ["owner killed", "owner stopped", "server killed"])
-def test_a_death_or_a_pause_around_a_load_ends_no_engine(here: Node, what: str) -> None:
-    """Before the copy, or between the copy and the verdict."""
-    tokens, beside = new_tokens(5 * CHUNK + 1), Prompt(new_tokens(40), max_tokens=14)
-    owner = here.connect("dies", IN_PLACE, **vllm_cases.SMALL) if what == "owner killed" else here.a
-
-    def happen() -> None:
-        if what == "owner killed":
-            owner.kill()
-        elif what == "owner stopped":
-            owner.stop()
-        else:
-            here.kill()
-            here.serve_again(stores=False)
-
-    keep(owner, tokens)
-    with stopped_at(here.b, VERDICT if what == "server killed" else PULL) as place:
-        answers = place.while_there(happen, Prompt(tokens), beside)
-    owner.cont()
-    if what == "owner stopped":
-        assert answers[0].cached == 5 * CHUNK
-    survived(here, [Prompt(tokens), beside], answers)
-    if what == "server killed":
-        begins = r"WARNING \d\d-\d\d [\d:]+ \[channel.py:\d+\] vcache: .*"
-        lost, back = f"{begins}until it is back", f"{begins}again"
-        eventually(lambda: re.search(f"{lost}\n(.*\n)*.*{back}", here.b.log))
 
 
 def test_the_server_knows_an_instance_before_its_first_request(here: Node) -> None:

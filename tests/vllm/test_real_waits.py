@@ -152,37 +152,6 @@ def test_without_the_server_that_knew_the_promise_nobody_waits(here: Node) -> No
     here.a.finish("first")
 
 
-@pytest.mark.parametrize(
-    ("here", "mishap"), [("in_place", "stopped"), ("pool", "killed")], indirect=["here"]
-)
-def test_an_owner_killed_or_stopped_in_the_middle_costs_no_token(here: Node, mishap: str) -> None:
-    """A stopped one keeps its connection: it is silent, and nobody waits for its other promises."""
-    owner = started(here, mishap, "in_place" if here.b.in_place else "pool")
-    tokens, more = new_tokens(LONG), new_tokens(LONG)
-    owner.add("first", tokens)
-    owner.add("more", more)
-    computes(here, owner, 3)
-    if mishap == "stopped":
-        here.b.ask("paced", 0.3)
-    here.b.add("second", tokens)
-    with counted(here.b, "withdrawn" if mishap == "killed" else "silent", 0):
-        assert here.b.step(3) == {}
-        if mishap == "killed":
-            owner.kill()
-        else:
-            owner.stop()
-        second = here.b.finish("second")["second"]
-        again = here.b.one(more)
-    here.b.ask("paced", 60)
-    if not here.b.in_place:
-        # Of an open load vLLM counts what was promised.
-        assert second.cached == 6 * CHUNK
-    assert second.agrees(here.aside.one(tokens))
-    owner.kill()
-    assert again.cached == 0
-    assert again.agrees(here.aside.one(more))
-
-
 # ---- open loads
 
 
@@ -275,30 +244,34 @@ def test_what_comes_last_is_asked_for_copied_and_proved_in_one_step(
         here.b.finish("beside")
 
 
-@once
+MISHAPS = {"killed": "withdrawn", "stopped": "silent", "given up": "withdrawn"}
+MISHAPS |= {"reset there": "withdrawn", "reset here": "withdrawn", "used again": "withdrawn"}
+MISHAPS |= {"without a server": "withdrawn", "aborted": "aborted"}
+"""And how the wait ends."""
+
+
 @pytest.mark.parametrize(
-    ("mishap", "end"),
-    [
-        ("killed", "withdrawn"),
-        ("stopped", "silent"),
-        ("given up", "withdrawn"),
-        ("reset there", "withdrawn"),
-        ("reset here", "withdrawn"),
-        ("used again", "withdrawn"),
-        ("without a server", "withdrawn"),
-        ("aborted", "aborted"),
-    ],
+    ("here", "mishap"),
+    [*(("in_place", mishap) for mishap in MISHAPS), ("pool", "killed")],
+    indirect=["here"],
 )
-def test_what_does_not_come_is_computed(here: Node, mishap: str, end: str) -> None:
-    """vLLM keeps what has come. An aborted load ends, and the request's next one holds."""
-    ends = mishap in ("killed", "stopped")
-    owner, b, tokens = (
-        started(here, mishap, "in_place") if ends else here.a,
-        here.b,
-        new_tokens(LONG),
-    )
+def test_what_does_not_come_is_computed(here: Node, mishap: str) -> None:
+    """vLLM keeps what has come. An aborted load ends, and the request's next one holds. A stopped
+    owner keeps its connection: it is silent, and nobody waits for its other promises."""
+    ends, end, b = mishap in ("killed", "stopped"), MISHAPS[mishap], here.b
+    tokens, more = new_tokens(LONG), new_tokens(LONG)
+    share = "in_place" if b.in_place else "pool"
+    owner = started(here, mishap, share) if ends else here.a
     b.ask("paced", 0.2 if mishap == "stopped" else 60)
-    opens(here, owner, tokens)
+    if b.in_place:
+        opens(here, owner, tokens)
+    else:
+        owner.add("first", tokens)
+        computes(here, owner, 2)
+        b.add("second", tokens)
+        assert b.step(3) == {}
+    if ends:
+        owner.add("more", more)
     computes(here, owner, 1)
     before = counts(b, end)[0]
     if mishap == "used again":
@@ -307,7 +280,7 @@ def test_what_does_not_come_is_computed(here: Node, mishap: str, end: str) -> No
             owner.ask("abort", "first")
             for _ in range(5):
                 owner.one(new_tokens(1000))
-    else:
+    elif b.in_place:
         assert pulls(b, 3) == 1
     if mishap == "killed":
         owner.kill()
@@ -324,10 +297,14 @@ def test_what_does_not_come_is_computed(here: Node, mishap: str, end: str) -> No
     elif mishap.startswith("reset"):
         (owner if mishap == "reset there" else b).ask("reset")
     second = b.finish("second")["second"]
+    others = b.one(more) if ends else None
     if mishap == "without a server":
         here.serve_again(stores=False)
     b.ask("paced", 60)
     assert counts(b, end)[0] == before + 1
     assert second.agrees(here.aside.one(tokens))
+    assert b.in_place or second.cached == 6 * CHUNK, "what had come"
     owner.kill() if ends else owner.ask("abort", "first")
+    if others is not None:
+        alike(here, others, 0, more)
     assert b.again(tokens).agrees(second)

@@ -5,15 +5,13 @@ what is refused. No vLLM is needed.
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm_cases import needs_vllm
 
 from vcache_backend.errors import MAX_LINE_CHARS, ConfigError
 from vcache_backend.integration import plugin
@@ -107,67 +105,6 @@ def test_what_stands_beside_our_connector_is_checked(inside: Any, said: str) -> 
     told = connector("VCacheMultiConnector", {"connectors": inside} if inside else {})
     found = plugin.mistake(told)
     assert (said in found, bool(found)) == (True, bool(said))
-
-
-SWITCH = OURS | {"kv_role": "kv_both"}
-NAMES = "where vLLM finds no `VCacheConnector`: leave it out, and set kv_connector to `VCache"
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (
-            {"kv_connector": "VCachConnector"},
-            "kv_connector is `VCachConnector`: set it to `VCacheConnector`",
-        ),
-        (
-            {"kv_connector": "VCacheMultConnector"},
-            "kv_connector is `VCacheMultConnector`: set it to `VCacheMultiConnector`",
-        ),
-        (LONG | {"kv_connector": None}, "kv_connector is not set: set it to `VCacheConnector`"),
-        ({"kv_connector_module_path": "vcache.integration.vllm_connector"}, NAMES),
-        ({"kv_connector_module_path": "vcache_backend.integration"}, NAMES),
-        ({"kv_connector_module_path": "nowhere"}, NAMES),
-        ({"kv_connector_module_path": ""}, NAMES),
-    ],
-    ids=str,
-)
-@needs_vllm
-def test_a_switch_that_is_misspelt_is_one_line_that_names_the_right_value(
-    wrong: dict[str, Any], said: str
-) -> None:
-    line = plugin.mistake(SWITCH | wrong)
-    assert said in line
-    assert "\n" not in line
-    assert plugin.mistake(SWITCH) == plugin.mistake(SWITCH | LONG) == ""
-
-
-@needs_vllm
-def test_the_connector_of_others_is_theirs_whatever_they_call_their_engines() -> None:
-    """Also one that is derived from ours."""
-    for name, path in (("ExampleConnector", None), ("Derived", "json"), ("Path", "pathlib")):
-        theirs = SWITCH | {"kv_connector": name, "kv_connector_module_path": path}
-        assert plugin.mistake(theirs | {"engine_id": "vcache-1"}) == ""
-    assert (
-        plugin.mistake(
-            SWITCH | {"kv_connector_module_path": plugin.__name__, "kv_connector": "CLASS"}
-        )
-        == ""
-    )
-
-
-@needs_vllm
-@pytest.mark.parametrize(("registered", "lines"), [(False, 1), (True, 0)])
-def test_a_plugin_that_vllm_was_told_not_to_load_is_named(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, registered: bool, lines: int
-) -> None:
-    """Where vLLM loads our connector, in the front end."""
-    monkeypatch.setenv("VLLM_PLUGINS", "lora_filesystem_resolver")
-    monkeypatch.setitem(sys.modules, plugin.ARGUMENTS, ModuleType("the front end's"))
-    monkeypatch.setattr(plugin, "_registered", registered)
-    plugin.warn_if_left_out()
-    said = "set VLLM_PLUGINS=lora_filesystem_resolver,vcache, or unset it"
-    assert caplog.text.count(said) == len(caplog.records) == lines
 
 
 # ---- wishes

@@ -26,7 +26,7 @@ ROOT = bytes(range(32))
 
 
 def table(kv_caches: Any, chunk_size: int = CHUNK, block_size: int = BLOCK) -> Groups:
-    return Groups([LayerGroup(0, block_size, 0, tuple(kv_caches))], chunk_size)
+    return Groups([LayerGroup(0, block_size, tuple(kv_caches))], chunk_size)
 
 
 def shard(pp_rank: int = 0, tp_rank: int = 0, kv_caches: Any = None, **changes: Any) -> ShardSpec:

@@ -22,8 +22,7 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
 from vcache_backend.integration import plugin
-from vcache_backend.integration.vllm.instance import OffloadLookup
-from vcache_backend.integration.vllm.metadata import Link, WorkerReport
+from vcache_backend.integration.vllm.metadata import WorkerReport
 from vcache_backend.integration.vllm.telemetry import stats
 from vcache_backend.integration.vllm.telemetry.stats import Meter, VCacheStats
 from vcache_backend.offload.transfers import DROPPED
@@ -143,11 +142,10 @@ def test_one_worker_that_cannot_read_the_store_is_enough_to_leave_it(own_depot: 
     """Of two workers both said so, in one step; what is slow is as slow as the slower one, which
     has half of each chunk.
     """
-    tier = make_tier(own_depot.offload(retry_seconds=0.1), EngineStats(), False)
-    with closing(OffloadLookup(tier, 2)) as below:
-        eventually(lambda: below.usable)
-        one, other = {0: Link(True, 4e9)}, {1: Link(False, 1e9)}
-        below.note(WorkerReport(links=one).aggregate(WorkerReport(links=other)).links)
-        assert (below.usable, tier.bandwidth) == (False, 2e9)
-        below.note({1: Link(True, 3e9)})
-        assert (below.usable, tier.bandwidth) == (True, 6e9)
+    with closing(make_tier(own_depot.offload(retry_seconds=0.1), EngineStats(), False)) as tier:
+        eventually(lambda: tier.usable)
+        one, other = WorkerReport(links={0: (True, 4e9)}), WorkerReport(links={1: (False, 1e9)})
+        tier.note(one.aggregate(other).links, 2)
+        assert (tier.usable, tier.bandwidth) == (False, 2e9)
+        tier.note({1: (True, 3.04e9)}, 2)
+        assert (tier.usable, tier.bandwidth, tier.link) == (True, 6.08e9, (True, 6.1e9))

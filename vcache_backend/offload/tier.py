@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vcache_backend.config import Config, OffloadConfig
-from vcache_backend.errors import ConfigError, SegmentError
+from vcache_backend.errors import ConfigError, SegmentError, VCacheError
 from vcache_backend.offload import objects
 from vcache_backend.offload.objects import Format
 from vcache_backend.offload.store import Store
 from vcache_backend.offload.transfers import (
-    DROPPED,
     Fetch,
     Reader,
     Writer,
@@ -43,8 +42,9 @@ class OffloadTier:
         self._settings, self._stats, self._store = config, stats, Store(config, stats)
         self._least, self._next_try = config.least_bandwidth(on_gpu), 0.0
         self.bandwidth: float | None = None
-        """Bytes of KV a second over recent loads; None before the first load. A scheduler, which
-        loads nothing, sets this value."""
+        """Bytes of KV a second over recent loads; None before the first load."""
+        self._links: dict[int, tuple[bool, float | None]] = {}
+        """In a scheduler, which loads nothing: the `link` of each worker, by number."""
         self._reader: Reader | None = None
         self._writer: Writer | None = None
         self.promotes = config.promote
@@ -86,8 +86,22 @@ class OffloadTier:
 
     @property
     def usable(self) -> bool:
-        """Whether look-ups can reach the store. Returns at once."""
-        return self._store.usable
+        """Whether look-ups, and the workers that load, can reach the store. Returns at once."""
+        return self._store.usable and all(usable for usable, _ in self._links.values())
+
+    @property
+    def link(self) -> tuple[bool, float | None]:
+        """A worker's connection to the store: whether it is usable, and its bandwidth, rounded so
+        that not every read is news for the scheduler."""
+        rate = self.bandwidth
+        return self.usable, float(f"{rate:.2g}") if rate is not None else None
+
+    def note(self, links: Mapping[int, tuple[bool, float | None]], ranks: int) -> None:
+        """Note changed links of workers. All `ranks` ranks load their shards of a chunk at once, so
+        the slowest worker decides when the chunk is loaded."""
+        self._links |= links
+        if rates := [rate for _, rate in self._links.values() if rate is not None]:
+            self.bandwidth = min(rates) * ranks
 
     def lookup(self, keys: Sequence[ChunkKey], epoch: int) -> int:
         """Count the store's leading chunks, within `lookup_seconds`. epoch: of the namespace."""
@@ -95,13 +109,16 @@ class OffloadTier:
 
     def extend(self, client: Client, keys: Sequence[ChunkKey], ranks: int, found: int) -> int:
         """Count the leading chunks that all `ranks` ranks can load from pool and store. found: how
-        many leading chunks the pool has. keys: of rank 0. VCacheError if the server does not
-        answer."""
+        many leading chunks the pool has. keys: of rank 0."""
         rest = keys[found:]
         if not rest or not self.usable or self._too_slow():
             return found
         shards = of_ranks(rest, ranks)
-        pooled = client.present(shards)
+        try:
+            pooled = client.present(shards)
+        except VCacheError as error:
+            log.debug("look-up in the offload tier: %s", error)
+            return found
         missing = [index for index, present in enumerate(pooled.present) if not present]
         below = self.lookup([shards[index] for index in missing], pooled.epoch)
         whole = missing[below] if below < len(missing) else len(shards)
@@ -144,14 +161,8 @@ class OffloadTier:
         return (writer := self._writer) is None or writer.flush(seconds)
 
     def snapshot(self) -> dict[str, Any]:
-        counted = self._stats.counted("offload_")
-        return {
-            "usable": self.usable,
-            "written": counted.get("written", 0),
-            "dropped": {reason: counted.get(f"dropped_{reason}", 0) for reason in DROPPED},
-            "late": counted.get("late", 0),
-            "store": self._store.snapshot(),
-        }
+        """What was counted, such as `written` chunks, and the store's state."""
+        return {"usable": self.usable, **self._stats.counted("offload_"), **self._store.snapshot()}
 
     def close(self, seconds: float = 3.0) -> None:
         """Close the store after running writes have ended, within `seconds`. Idempotent."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -105,14 +104,15 @@ class Pair:
         server = MetadataServer(folder / "vcache.sock", folder / "server.log", given)
         undo.enter_context(server)
         self._client = undo.enter_context(Client(server.path, _PATIENT))
-        told = {"arguments": _arguments(settings, model, server.path, cpu), "dummy": False}
-        command = module(f"{__name__}.instance", msgspec.json.encode(told).decode())
+        told = msgspec.json.encode(_arguments(settings, model, server.path, cpu)).decode()
+        command = module(f"{__name__}.instance", told)
         self.writer, self.reader = (
             undo.enter_context(Child(name, command, folder / f"{name}.log", given | visible))
             for name, visible in zip(("writer", "reader"), _visible(found), strict=True)
         )
         for child in (self.writer, self.reader):
-            self._wait(child, f"{child.name} starts", 600.0)
+            tell(f"{child.name} starts")
+            child.answer(600.0)
         facts = self.writer.ask("facts")
         self._tokens = facts["blocks"] * facts["block"]
         self._prompts = Prompts(facts["vocabulary"], CHUNK, facts["block"])
@@ -198,12 +198,13 @@ class Pair:
         asked = [[*head, *prompts.new(prompts.tail)] for head in heads]
         told = {"prompts": asked, "count": longest // 4, "seconds": seconds}
         found = self._found()
+        self._tell(f"under load, {seconds:g} s")
         children = (self.writer, self.reader)
         for seed, child in enumerate(children):
             child.send("churn", seed=seed, **told)
         total = Counter[str]()
         for child in children:
-            total.update(self._wait(child, "under load", seconds + 180.0))
+            total.update(child.answer(seconds + 180.0))
         requests = total.pop("requests")
         said = [f"{count:,} {name}" for name, count in total.items()]
         said.append(f"{self._found() - found:,} tokens from the other one")
@@ -224,19 +225,6 @@ class Pair:
         self._tell("the reader's blocks are filled with other prompts")
         for _ in range(min(self._tokens, 8192) // (self._settings.longest // 2) + 1):
             ask(self.reader, self._prompts.new(self._settings.longest // 2), 1, extra=_OWN)
-
-    def _wait(self, child: Child, what: str, seconds: float) -> Any:
-        """The child's next answer, with word of it every ten seconds. ChildFailed."""
-        began, told = time.monotonic(), 0.0
-        while not child.has_answered and (spent := time.monotonic() - began) < seconds:
-            if dead := [one for one in (self.writer, self.reader) if not one.alive]:
-                child = dead[0]
-                break
-            if spent >= told:
-                self._tell(f"{what}, {spent:.0f} s" if told else what)
-                told += 10.0
-            time.sleep(0.1)
-        return child.answer(0.0)
 
 
 def _gpus() -> list[str]:

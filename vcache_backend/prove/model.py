@@ -1,4 +1,5 @@
-"""A model without a download: its folder, and weights whose output depends on every token."""
+"""A model without a download: its folder, and weights whose output depends on every token. And what
+runs in the workers of vLLM, which finds it by this module's name."""
 
 from __future__ import annotations
 
@@ -10,13 +11,9 @@ from typing import Any
 TINY_LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "hidden_act": "silu",
     "rms_norm_eps": 1e-05,
     "rope_theta": 500000.0,
     "torch_dtype": "bfloat16",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
     "hidden_size": 64,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -27,26 +24,6 @@ TINY_LLAMA: dict[str, Any] = {
     "max_position_embeddings": 4096,
 }
 """A `config.json`. Its KV takes 1 KiB a token."""
-
-
-def scale_weights(model: Any) -> int:
-    """Dummy weights are too small for the output to depend on the context: norms become 1, matrices
-    20 times as large, convolutions of a few tokens 1000 times. Biases and sinks stay small: of 1
-    they would drown what the context says. States of gated delta nets forget in a thousand tokens,
-    not in two.
-
-    Runs in vLLM's worker, which finds it by its module's name.
-    """
-    # On CPUs vLLM has put most matrices where they cannot be scaled: what goes into them is.
-    norm = 1.0 if all(parameter.numel() for parameter in model.parameters()) else 20.0
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
-            parameter.data.mul_(1000 if "conv." in name and parameter.dim() == 3 else 20)
-        elif "norm" in name:
-            parameter.data.fill_(norm)
-        elif name.endswith("A_log"):
-            parameter.data.fill_(-7.0)
-    return sum(1 for _ in model.parameters())
 
 
 def flip_kv(worker: Any, offset: int, mask: int, step: int) -> None:

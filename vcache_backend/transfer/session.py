@@ -206,7 +206,7 @@ def make_tier(config: OffloadConfig, stats: EngineStats, on_gpu: bool) -> Offloa
 
     try:
         return OffloadTier(config, stats, on_gpu)
-    except (VCacheError, OSError) as error:
+    except (VCacheError, OSError, RuntimeError) as error:  # RuntimeError: no thread can be had
         log.error("no offload tier: %s", error)
         return None
 

@@ -6,9 +6,8 @@ Does not import vLLM: reads only numbers and type names from vLLM's objects."""
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -20,7 +19,8 @@ from .weights import digest, text
 
 NULL = 0
 """vLLM's null block. It replaces blocks in a block table once a window has passed."""
-_KINDS = {
+Kind = Literal["full", "window", "state", "local"]
+_KINDS: dict[str, Kind] = {
     "FullAttentionSpec": "full",
     "MLAAttentionSpec": "full",
     "SlidingWindowSpec": "window",
@@ -55,54 +55,43 @@ class LayerGroup(NamedTuple):
     """The group's number in vLLM."""
     block_size: int
     """In tokens."""
-    window: int
-    """How many tokens the layers attend to, with the current token and `retained`; 0: all."""
     layers: tuple[str, ...] = ()
-    state: str = ""
-    """A digest of the kind of state; empty if the layers keep tokens."""
+    kind: Kind = "full"
+    """To which tokens the layers attend, or `state`."""
+    span: int = 0
+    """Of `window`: how many tokens the layers attend to, with the current token and `retained`. Of
+    `local`: the tokens of an attention chunk."""
     retained: int = 0
     """Extra tokens before the window whose blocks vLLM keeps, though no layer attends to them."""
-    local: int = 0
-    """Of chunked local attention: the tokens of one attention chunk."""
+    state: str = ""
+    """A digest of the kind of state; empty if the layers keep tokens."""
 
     def __str__(self) -> str:
         """The group's kind and block size."""
-        attends = f"window{self.window}" if self.window else "full"
-        if self.local:
-            attends = f"local{self.local}"
-        kind = f"state-{self.state}" if self.state else attends
-        return f"{kind}/{self.block_size}"
+        return f"{self.kind}{self.span or self.state}/{self.block_size}"
 
     @property
     def full(self) -> bool:
         """Whether the layers attend to all tokens."""
-        return not (self.window or self.state or self.local)
+        return self.kind == "full"
 
     def table(self, hash_block: int) -> BlockTable:
         """Describe the group for the server. hash_block: tokens of a hash."""
         size = self.block_size
-        scale = size // hash_block
-        if self.state:
-            return BlockTable("state", scale, 1)
-        if self.local:
-            return BlockTable("local", scale, self.local // size)
-        if self.window:
-            return BlockTable(
-                "window", scale, max(1, -(-(self.window - 1 - self.retained) // size))
-            )
-        return BlockTable("full", scale)
+        window = max(1, -(-(self.span - 1 - self.retained) // size))
+        reach = {"full": 0, "window": window, "state": 1, "local": self.span // size}
+        return BlockTable(self.kind, size // hash_block, reach[self.kind])
 
     def needed(self, end: int) -> int:
         """The first block that a hit of `end` tokens needs: this block and all blocks up to `end`.
         end: a multiple of the block size."""
-        blocks = end // self.block_size
-        table = self.table(self.block_size)
-        if table.kind == "local":
-            return blocks // table.reach * table.reach
-        return max(0, blocks - table.reach) if table.reach else 0
+        blocks, reach = end // self.block_size, self.table(self.block_size).reach
+        if self.kind == "local":
+            return blocks // reach * reach
+        return max(0, blocks - reach) if reach else 0
 
     def blocks(self, rows: Sequence[Any], begin: int, end: int) -> Any:
-        """The group's blocks with the tokens [begin, end), as a list or an array like its row."""
+        """The group's blocks with the tokens [begin, end)."""
         return rows[self.number][begin // self.block_size : end // self.block_size]
 
 
@@ -233,10 +222,10 @@ class Groups:
         """How many of the request's tokens have blocks in every group."""
         return min(len(rows[group.number]) * group.block_size for group in self.groups)
 
-    def chunks(self, rows: Sequence[array[int]], first: int, stop: int) -> list[int]:
+    def chunks(self, rows: Sequence[list[int]], first: int, stop: int) -> list[int]:
         """The blocks of the chunks [first, stop)."""
         begin, end = first * self.size, stop * self.size
-        return self._listed([group.blocks(rows, begin, end).tolist() for group in self.groups])
+        return self._listed([group.blocks(rows, begin, end) for group in self.groups])
 
     def wanted(self, rows: Sequence[list[int]], local: int, end: int) -> list[int]:
         """List the blocks to load for the tokens [local, end), from the chunk with token `local`
@@ -252,7 +241,7 @@ class Groups:
             block, row = group.block_size, group.blocks(rows, begin, end)
             for own in range(local // block - begin // block):
                 row[own] = -1
-            if group.window:
+            if group.kind == "window":
                 row = [number if number != NULL else -1 for number in row]
                 self._refuse_earlier(row, self.size // block, share.of(self.size))
             columns.append(row)
@@ -290,9 +279,9 @@ class Groups:
         computed: the tokens before the step. Returns `stop` without such a chunk."""
         alive = first
         for group, share in zip(self.groups, self.shares, strict=True):
-            if not group.window:
+            if group.kind != "window":
                 continue
-            gone = (computed - group.window + 1) // group.block_size * group.block_size
+            gone = (computed - group.span + 1) // group.block_size * group.block_size
             for chunk in range(alive, stop):
                 end = (chunk + 1) * self.size
                 begin = end - (share.tail or self.size)
@@ -421,21 +410,23 @@ def _refusal(group: Any, in_place: bool) -> str:
 
 def _group(number: int, group: Any) -> LayerGroup:
     spec = layer_specs(group.kv_cache_spec)[0]
-    (named, window), state, retained, local = kind(spec), "", 0, 0
+    size, names, named = int(spec.block_size), tuple(group.layer_names), _KINDS[type(spec).__name__]
+    made = LayerGroup(number, size, names, named)
     if named == "window":
         retained = int(spec.extra_retained_tokens)
-        window += retained
-    elif named == "local":
-        local = int(spec.attention_chunk_size)
-    elif named == "state":
+        return made._replace(span=int(spec.sliding_window) + retained, retained=retained)
+    if named == "local":
+        return made._replace(span=int(spec.attention_chunk_size))
+    if named == "state":
         shapes, dtypes = list(map(list, spec.shapes)), list(map(str, spec.dtypes))
-        state = digest([text(spec.mamba_type), shapes, dtypes])
-    names = tuple(group.layer_names)
-    return LayerGroup(number, int(spec.block_size), window, names, state, retained, local)
+        return made._replace(state=digest([text(spec.mamba_type), shapes, dtypes]))
+    return made
 
 
 def _tail(group: LayerGroup, chunk_size: int) -> int:
     """How many tokens at a chunk's end have blocks that a hit may need; 0: all tokens."""
+    if group.kind != "window":
+        return 0
     # Whole blocks before a token that the window touches.
-    tokens = -(-(group.window - 1) // group.block_size) * group.block_size
-    return tokens if 0 < tokens < chunk_size else 0
+    tokens = -(-(group.span - 1) // group.block_size) * group.block_size
+    return tokens if tokens < chunk_size else 0

@@ -1,9 +1,9 @@
-"""Prints how vLLM and our connector would serve a model, as JSON: `python -m
-vcache_backend.integration.vllm.model.report NAME`.
+"""`vcache doctor --model`: whether our connector caches a model, and how many tokens a pool holds.
 
-`vcache doctor --model` runs it in a child process, with a configuration as JSON on
-stdin. vLLM makes its configuration, the model without weights, the KV cache specs and block tables.
-Our connector decides as at the start of an instance."""
+The doctor runs it with a model's name, and a configuration as
+JSON on stdin; its findings come as JSON on stdout. vLLM makes its configuration, the model without
+weights, the KV cache specs and block tables. Our connector decides as at the start of an instance.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import vllm
@@ -42,9 +42,9 @@ from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 from vllm.v1.worker.worker_base import WorkerBase
 
 from vcache_backend import config
-from vcache_backend.config import Config
-from vcache_backend.doctor.model import Layers, ModelReport
-from vcache_backend.errors import LayoutError
+from vcache_backend.config import ByteSize, Config
+from vcache_backend.doctor import Finding, fail, ok
+from vcache_backend.errors import MAX_LINE_CHARS, LayoutError, printable
 
 from . import groups
 from .sharing import plan
@@ -56,8 +56,44 @@ _TRANSFER = KVTransferConfig(
 )
 
 
+_KINDS = {
+    "full": "of full attention",
+    "window": "with a window of {:,} tokens",
+    "state": "with a state",
+    "local": "of chunked local attention",
+    "again": "whose blocks no hit needs",
+}
+"""By `groups.kind`, or `groups.computed_again`."""
+
+
+class ModelReport(NamedTuple):
+    """What an instance of a model would cache, with one worker."""
+
+    architecture: str
+    layers: Mapping[tuple[str, int, int], int]
+    """By kind, tokens of the window, and tokens of a block: the number of layers."""
+    hits: int
+    """Tokens at whose multiples hits end, in vLLM's own prefix cache and in place."""
+    refused: str
+    """Why nothing is cached, and what to change; empty if it is."""
+    settings: Config
+    """With what our connector has decided."""
+    dtype: str = ""
+    """Of the KV cache."""
+    chunk_bytes: int = 0
+    """Of a chunk in a pool; 0 if refused, or if no pool can hold chunks."""
+    state_bytes: int = 0
+
+    def __str__(self) -> str:
+        layers = ", ".join(
+            f"{count} layers {_KINDS.get(kind, kind).format(window)}"
+            for (kind, window, _), count in self.layers.items()
+        )
+        return f"{printable(self.architecture)}: {layers or 'no KV cache'}"
+
+
 def report(name: str, settings: Config) -> ModelReport:
-    """Describe what an instance of model `name` would cache under these settings, with one worker.
+    """Describe what an instance of model `name` would cache under these settings.
 
     Loads no weights, downloads nothing and runs no code from the model's repository. Raises vLLM's
     error for a model that vLLM cannot serve."""
@@ -75,23 +111,33 @@ def report(name: str, settings: Config) -> ModelReport:
     architecture = ", ".join(vllm_config.model_config.architectures)
     if not specs:
         nothing = "the model keeps nothing of its tokens: no setting changes that"
-        return ModelReport(vllm.__version__, architecture, refused=nothing)
+        return ModelReport(architecture, {}, 0, nothing, settings)
     kv_cache = _kv_cache(vllm_config, specs)
     model, settings, refused, _ = plan(vllm_config, kv_cache, settings)
-    size = settings.engine.chunk_size
-    chunk, state = (0, 0) if refused else _sizes(kv_cache, size)
-    return ModelReport(
-        vllm.__version__,
-        architecture,
-        model.kv_cache_dtype,
-        _layers(kv_cache),
-        hits=math.lcm(*(int(group.kv_cache_spec.block_size) for group in kv_cache.kv_cache_groups)),
-        refused=refused,
-        in_place=settings.connector.share == "in_place",
-        chunk_size=size,
-        chunk_bytes=chunk,
-        state_bytes=state,
-    )
+    sizes = (0, 0) if refused else _sizes(kv_cache, settings.engine.chunk_size)
+    hits = math.lcm(*(int(group.kv_cache_spec.block_size) for group in kv_cache.kv_cache_groups))
+    layers = _layers(kv_cache)
+    return ModelReport(architecture, layers, hits, refused, settings, model.kv_cache_dtype, *sizes)
+
+
+def findings(name: str, model: ModelReport) -> Iterator[Finding]:
+    """Say whether the model is cached, the size of its chunks, and how many tokens a pool holds."""
+    what = f"{printable(name)}, vLLM {vllm.__version__}, {model}"
+    if model.refused:
+        yield fail("model", f"{what}: nothing of it is cached: {model.refused}")
+        return
+    in_place = model.settings.connector.share == "in_place"
+    way = f"in place, hits of {model.hits} tokens' grain" if in_place else "through a pool"
+    yield ok("model", f"{what}: shared {way}")
+    if not model.chunk_bytes:
+        return
+    size, lent = model.settings.engine.chunk_size, model.settings.pool.lent
+    whole, state = ByteSize(model.chunk_bytes), ByteSize(model.state_bytes)
+    said = f"{whole // size:,} B a token in {model.dtype}, {whole.about} a chunk of {size} tokens"
+    said += ", all ranks together"
+    yield ok("chunks", f"{said}; a state beside it takes {state.about}" if state else said)
+    said = f"1 GiB of pool holds {(1 << 30) // whole * size:,} tokens; pool.segment_bytes: {lent}"
+    yield ok("pool", f"{said} holds {lent // whole * size:,} a worker and rank")
 
 
 def _specs(vllm_config: Any) -> Mapping[str, Any]:
@@ -154,15 +200,15 @@ def _alone() -> Iterator[None]:
             cleanup_dist_env_and_memory()
 
 
-def _layers(kv_cache: Any) -> list[Layers]:
-    """Count the layers of each kind and block size, in the order of vLLM's block tables."""
+def _layers(kv_cache: Any) -> Counter[tuple[str, int, int]]:
+    """See `ModelReport.layers`: in the order of vLLM's block tables."""
     counted = Counter[tuple[str, int, int]]()
     for group in kv_cache.kv_cache_groups:
         spec = group.kv_cache_spec
         kind, window = groups.kind(spec)
         kind = "again" if groups.computed_again(group) else kind
         counted[kind, window, int(spec.block_size)] += len(group.layer_names)
-    return [Layers(kind, window, count, block) for (kind, window, block), count in counted.items()]
+    return counted
 
 
 def _sizes(kv_cache: Any, chunk_size: int) -> tuple[int, int]:
@@ -186,18 +232,21 @@ def _block_bytes(group: Any) -> int:
 
 
 def main() -> None:
-    """Print the report on stdout. All other output goes to stderr."""
+    """Print the findings on stdout. All other output goes to stderr."""
+    name = sys.argv[1]
     with os.fdopen(os.dup(1), "wb") as answer:
         os.dup2(2, 1)
         try:
-            result = report(sys.argv[1], config.from_dict(json.load(sys.stdin)))
+            found = list(findings(name, report(name, config.from_dict(json.load(sys.stdin)))))
         except Exception as error:  # noqa: BLE001
             # The outermost line of this process: the parent gets the reason.
             why = f"{type(error).__name__}: {error}"
             if isinstance(error, ValidationError):
                 why = error.errors()[0]["msg"]
-            result = ModelReport(trouble=f"vLLM cannot serve it here: {why}")
-        answer.write(msgspec.json.encode(result))
+            why = printable(" ".join(why.split()), MAX_LINE_CHARS)
+            said = f"{printable(name)}: vLLM cannot serve it here: {why}"
+            found = [fail("model", said, "start vLLM with it and see its log")]
+        answer.write(msgspec.json.encode(found))
 
 
 if __name__ == "__main__":

@@ -3,17 +3,15 @@ docs/adr/0024."""
 
 from __future__ import annotations
 
-import logging
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from hashlib import blake2b
 from typing import Any
 
 from vllm.v1.engine.core import EngineCore
 
-from ...hooks import replace
+from ...hooks import observe
 
-log = logging.getLogger("vllm.vcache")
 CHANGES = {"start_weight_update", "start_draft_weight_update", "update_weights"}
 CHANGES |= {"finish_weight_update", "load_model", "reload_weights", "reset_weights"}
 """The calls of vLLM's workers that change weights."""
@@ -39,36 +37,20 @@ def watch() -> None:
     (`weights_change`) and of named versions (`weights_are`). Idempotent.
 
     The engine calls both in its scheduler's thread, between two steps."""
-    replace(EngineCore, "set_weight_version", _after_naming, "weight_version")
-    replace(EngineCore, "collective_rpc", _before_changes, "method")
+    observe(EngineCore, "set_weight_version", "weight_version", after=_are)
+    # Before the call, which may fail halfway.
+    observe(EngineCore, "collective_rpc", "method", before=_change)
 
 
-def _after_naming(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    def set_weight_version(self: Any, weight_version: str, *args: Any, **kwargs: Any) -> Any:
-        answer = theirs(self, weight_version, *args, **kwargs)
-        _tell(self, "weights_are", weight_version)
-        return answer
-
-    return set_weight_version
+def _are(engine: Any, weight_version: str, *_: Any, **__: Any) -> None:
+    for connector in _connectors(engine):
+        connector.weights_are(weight_version)
 
 
-def _before_changes(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        # Before the call, which may fail halfway.
-        if str(getattr(method, "__name__", method)) in CHANGES:
-            _tell(self, "weights_change")
-        return theirs(self, method, *args, **kwargs)
-
-    return collective_rpc
-
-
-def _tell(engine: Any, call: str, *given: object) -> None:
-    """Call a method of the engine's connectors. Never raises."""
-    try:
+def _change(engine: Any, method: Any, *_: Any, **__: Any) -> None:
+    if str(getattr(method, "__name__", method)) in CHANGES:
         for connector in _connectors(engine):
-            getattr(connector, call)(*given)
-    except Exception:
-        log.exception("vcache was not told of a change of weights (%s)", call)
+            connector.weights_change()
 
 
 def _connectors(engine: Any) -> Iterator[Any]:

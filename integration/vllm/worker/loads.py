@@ -118,20 +118,16 @@ class Loads:
         self._traced = traced
         self._stores, self._meter, self._publish = stores, meter, publish
         self._under_way: list[Loading] = []
-        self._over: list[str] = []
-        """The request of each load that is over, until the load is reported."""
-        self._from_start = set[str]()
-        self._invalid = set[int]()
-        """See `Ends.failed`, `Ends.invalid`."""
-        self._uncounted: list[tuple[LoadSpec, Loading | None, int]] = []
-        """Loads that are over, and the time of each end (nanoseconds of the wall clock)."""
+        self._over: list[tuple[LoadSpec, Loading | None, int]] = []
+        """Loads that are over and not yet reported, and the time of each end (nanoseconds of the
+        wall clock)."""
 
     # ---- a step
 
     @property
     def busy(self) -> bool:
         """Whether a load is under way, or something of one is to be reported or counted."""
-        return bool(self._under_way or self._over or self._uncounted or self.failed or self.spans)
+        return bool(self._under_way or self._over or self.failed or self.spans)
 
     def begin(self, worker: Attached | None, meta: StepMetadata) -> None:
         """Begin the loads of a step. Cancel earlier loads whose requests have ended. worker: None
@@ -166,15 +162,23 @@ class Loads:
                 break
             first.wait(IDLE_SECONDS)
             self._advance()
-        for over in self._uncounted:
+        ends, later = Ends(set(), set(), set()), list[tuple[LoadSpec, Loading | None, int]]()
+        for over in self._over:
+            spec, loading, _ = over
+            if spec.request_id in ends.over:
+                # A second load of the same request is reported with the next step.
+                later.append(over)
+                continue
+            ends.over.add(spec.request_id)
+            invalid = loading.invalid if loading is not None else []
+            if loading is None or (invalid and self.by_request):
+                ends.failed.add(spec.request_id)
+            else:
+                ends.invalid.update(invalid)
+            if loading is None or invalid:
+                self.failed.add(spec.request_id)
             self._count(*over)
-        self._uncounted.clear()
-        # A second load of the same request is reported with the next step.
-        done = set(self._over)
-        for request_id in done:
-            self._over.remove(request_id)
-        ends = Ends(done, self._from_start, self._invalid)
-        self._from_start, self._invalid = set(), set()
+        self._over = later
         return ends
 
     def advance(self, more: Sequence[MoreBlocks], patience: float = 0.001) -> None:
@@ -225,21 +229,14 @@ class Loads:
 
     def _end(self, spec: LoadSpec, loading: Loading | None) -> None:
         """Note that a load is over. loading: None if it never began, or its bytes are lost."""
-        name, invalid = spec.request_id, loading.invalid if loading is not None else []
-        if loading is None or invalid:
-            self.failed.add(name)
-            if loading is None or self.by_request:
-                self._from_start.add(name)
-            self._invalid.update(() if self.by_request else invalid)
-        elif not loading.cause:
+        if loading is not None and not loading.cause:
             if spec.promote and (came := loading.to_promote()):
                 keys, epoch = loading.keys, loading.epoch
                 self._stores.promote(loading.worker, spec, keys, came, epoch)
             if spec.publication is not None:
                 self._publish(spec.publication)
             self._ends.put(spec.number)
-        self._over.append(name)
-        self._uncounted.append((spec, loading, time.time_ns()))
+        self._over.append((spec, loading, time.time_ns()))
 
     def _count(self, spec: LoadSpec, loading: Loading | None, ended: int) -> None:
         """Count a load that is over, and make its span."""

@@ -23,7 +23,7 @@ from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copies.geometry import PagedKV
 
 from ...around_vllm import beside_vllm
-from ..metadata import QUIET, Link, PublicationSpec, StepMetadata, WorkerReport
+from ..metadata import QUIET, PublicationSpec, StepMetadata, WorkerReport
 from ..model import compat, groups
 from ..model import spec as model_spec
 from ..model.sharing import plan
@@ -36,7 +36,6 @@ from .stores import Attached, Stores
 log = logging.getLogger("vllm.vcache")
 
 CLOSE_SECONDS = 5.0
-_NO_TIER = Link(usable=False)
 
 
 class VCacheWorker:
@@ -94,7 +93,7 @@ class VCacheWorker:
         """This worker's part of a chunk, for the scheduler."""
         self._introduce = False
         self._echoes = set[int]()
-        self._link = Link()
+        self._link: tuple[bool, float | None] = True, None
         """The connection to the offload tier as last reported."""
         self._stored = deque[ChunkKey](maxlen=4096)
         """Keys of rank 0 of stored chunks that are not reported yet, if vLLM publishes events."""
@@ -202,17 +201,13 @@ class VCacheWorker:
         self._introduce, self._echoes, self._link = False, set(), link
         return None if report == WorkerReport() and not self._meta.idle else report
 
-    def _reached(self) -> Link:
-        """This worker's connection to the offload tier. The bandwidth is rounded, so that not every
-        read is a report."""
+    def _reached(self) -> tuple[bool, float | None]:
+        """This worker's connection to the offload tier (`OffloadTier.link`)."""
         worker = self._worker or self._asleep
         if worker is None:
             return self._link
         tier = worker.session.tier
-        if tier is None:
-            return _NO_TIER
-        rate = tier.bandwidth
-        return Link(tier.usable, float(f"{rate:.2g}") if rate is not None else None)
+        return tier.link if tier is not None else (False, None)
 
     def measure(self) -> None:
         """Count what the session has stored since the last call."""

@@ -1,5 +1,6 @@
 """`vcache doctor`: finds the faults of this machine for vcache, and says what to do about each:
-Linux, installed packages, GPUs, the metadata server, the offload tier. Of a model: model.py.
+Linux, installed packages, GPUs, the metadata server, the offload tier; or says whether a model is
+cached.
 
 For a moment, the doctor makes a CUDA context on each GPU, and puts a small object into the offload
 tier. Imports neither torch nor LMCache nor vLLM."""
@@ -10,19 +11,21 @@ import mmap
 import os
 import platform
 import secrets
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from vcache_backend import proofs
-from vcache_backend.config import ByteSize, ClientConfig, Config, left_out
-from vcache_backend.errors import SegmentError, VCacheError
+from vcache_backend.config import ByteSize, ClientConfig, Config, dump, left_out
+from vcache_backend.errors import MAX_LINE_CHARS, SegmentError, VCacheError, printable
 from vcache_backend.offload.process import (
     FULL,
     INSTALL,
@@ -78,10 +81,8 @@ def diagnose(config: Config, model: str = "") -> list[Finding]:
         "server": check_server,
         "offload": check_offload,
     }
-    from vcache_backend.doctor.model import check_model
-
     found = list[Finding]()
-    for name, check in ({"model": partial(check_model, model)} if model else checks).items():
+    for name, check in ({"model": partial(check_model, model=model)} if model else checks).items():
         try:
             found += check(config)
         except Exception as error:  # noqa: BLE001 - the outermost loop: the other checks go on
@@ -290,3 +291,35 @@ def _provider(call: partial[Any], fd: int) -> Finding:
             raise StoreDown(f"get: {nbytes:,} bytes came back, and other ones than were put")
     put_ms, get_ms = 1e3 * (written - started), 1e3 * (read - written)
     return ok(PROVIDER, f"1 MiB put in {put_ms:.3g} ms, read in {get_ms:.3g} ms")
+
+
+# ---- a model
+
+
+def check_model(config: Config, model: str) -> Iterator[Finding]:
+    """Ask the installed vLLM, in a child process, whether our connector caches a model (as `vllm
+    serve` takes it), and how many tokens a pool holds: see `integration.vllm.model.report`."""
+    name = printable(model)
+    if find_spec("vllm") is None:
+        lacks = "vLLM is not installed here, and only vLLM knows its models"
+        yield fail("model", f"{name}: {lacks}", "run this in vLLM's environment")
+        return
+    # A missing `PYTHONHASHSEED` is a separate finding.
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+    quiet |= {"PYTHONHASHSEED": "0"}
+    program = [sys.executable, "-P", "-m", "vcache_backend.integration.vllm.model.report", model]
+    asked = subprocess.run(
+        program,
+        input=msgspec.json.encode(dump(config)),
+        capture_output=True,
+        timeout=300,
+        env={**os.environ, **quiet},  # noqa: TID251 - handed on, not read
+        check=False,
+    )
+    try:
+        yield from msgspec.json.decode(asked.stdout, type=list[Finding])
+    except msgspec.DecodeError:
+        last = asked.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        why = printable(last or "it printed nothing", MAX_LINE_CHARS)
+        why = f"{name}: vLLM ended with code {asked.returncode}: {why}"
+        yield fail("model", why, "start vLLM with it and see its log")
