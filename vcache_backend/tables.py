@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import sys
 import time
@@ -188,11 +187,7 @@ def _mismatches(stats: m.ServerStats) -> Table:
         texts = one.model, one.field, one.advice or f"make {one.field} the same everywhere"
         for value, who in one.values:
             model, field, advice = texts
-            # The beginning of a GPU's UUID is enough.
-            names = re.sub(
-                r"\b(GPU-[0-9a-f]{8})(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", r"\1", ", ".join(who)
-            )
-            rows.append((model, field, value or "–", names, advice))
+            rows.append((model, field, value or "–", ", ".join(who), advice))
             texts = "", "", ""
     return table("Not shared", ("~model", "~field", "~value", "~instances", "~what to do"), rows)
 

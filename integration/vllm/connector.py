@@ -24,13 +24,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from vcache_backend.config import Config
+from vcache_backend.config import Config, over_file
 from vcache_backend.errors import ConfigError, VCacheError
 from vcache_backend.metadata_server import start
 from vcache_backend.protocol.client import Client
 
 from .. import around_vllm
-from . import settings
 from .boundary import Boundary, answer, guarded
 from .ends import AwaitedLoads, LoadEnds, WorkerLoads
 from .metadata import MoreBlocks, StepMetadata, WorkerReport
@@ -85,7 +84,7 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         """Pipeline and tensor rank of a worker."""
         try:
             around_vllm.join_log()
-            config = self.config = settings.read(transfer.kv_connector_extra_config)
+            config = self.config = over_file(transfer.kv_connector_extra_config)
             if config.connector.start_server:
                 start.try_ensure(config)
             if plans:
@@ -161,15 +160,15 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         given = [one.shard for one in metadata.values() if isinstance(one, Handshake)]
         if given:
             self._scheduler.introduce(given)
-            self._check_refusal(self._scheduler)
+            self._check_refusal()
 
     set_xfer_handshake_metadata_pp_aware = set_xfer_handshake_metadata
 
-    def _check_refusal(self, half: VCacheScheduler) -> None:
+    def _check_refusal(self) -> None:
         """A worker that caches nothing, or never introduces itself, puts the instance out of
         use."""
-        if half.context.refused:
-            self.fail(half.context.refused)
+        if refused := self._scheduler.context.refused:
+            self.fail(refused)
 
     @guarded(answer(None))
     def open_nothing(self) -> None:
@@ -193,29 +192,20 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         half = self._scheduler
         return (0, False) if half.context.refused else half.matched(request, num_computed_tokens)
 
+    @guarded(lambda self, request, _, external: self._awaited.expect(request, external))
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        if num_external_tokens:
-            self._awaited.expect(request.request_id)
-        self._allocated(request, blocks, num_external_tokens)
+        self._awaited.expect(request, num_external_tokens)
+        self._scheduler.allocated(request, blocks, num_external_tokens)
 
-    @guarded(answer(None))
-    def _allocated(self, request: Any, blocks: Any, external: int) -> None:
-        self._scheduler.allocated(request, blocks, external)
-
+    @guarded(lambda self, _: self._awaited.stop())
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        meta = self._describe(scheduler_output)
-        if self.off or meta is None:
+        meta = self._scheduler.describe(scheduler_output)
+        self._check_refusal()
+        if self.off:
             return self._awaited.stop()
-        self._awaited.sent(meta.loads)
-        return meta
-
-    @guarded(answer(None))
-    def _describe(self, scheduler_output: Any) -> StepMetadata | None:
-        half = self._scheduler
-        meta = half.describe(scheduler_output)
-        self._check_refusal(half)
         if meta.loads:
             meta.ends = self._ends.address
+            self._awaited.sent(meta.loads)
         return meta
 
     @guarded(lambda self, output: self._awaited.settle(output))
@@ -401,14 +391,8 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
 
     # ---- in both
 
-    @guarded(lambda self: self._last_stats())
     def get_kv_connector_stats(self) -> Any:
-        """This process's counts since the last call."""
-        if isinstance(self._half, VCacheWorker):
-            self._half.measure()
-        return self._meter.take() if self._meter is not None else None
-
-    def _last_stats(self) -> Any:
+        """This process's counts since the last call, also once this half is out of use."""
         with suppress(Exception):
             return self._meter.take() if self._meter is not None else None
         return None

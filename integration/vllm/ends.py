@@ -97,15 +97,16 @@ class AwaitedLoads:
         """By request, the number of its load; 0 if the load is to be reported as failed."""
         self._unsent = set[str]()
         """Requests whose loads the workers do not know yet."""
-        self._told = Counter[str]()
+        self._told: dict[str, int] = {}
         """By request, how many reports of loads of which vLLM has heard will still come."""
         self._settled: Any = None
         """The last output that `settle` saw."""
 
-    def expect(self, request_id: str) -> None:
-        """Note that vLLM waits for a load of this request."""
-        self.waiting[request_id] = 0
-        self._unsent.add(request_id)
+    def expect(self, request: Any, tokens: int) -> None:
+        """Note that vLLM waits for a load of this request, of so many tokens; 0: for none."""
+        if tokens:
+            self.waiting[request.request_id] = 0
+            self._unsent.add(request.request_id)
 
     def sent(self, loads: Iterable[LoadSpec]) -> None:
         """Note that the workers get these loads."""
@@ -140,11 +141,11 @@ class AwaitedLoads:
     def tell(self, output: Any, numbers: Callable[[int], bool]) -> None:
         """Add the loads that have succeeded to `output.finished_recving`, before the workers report
         them. numbers: whether the load of this number has succeeded in all workers."""
-        done = {request for request, load in self.waiting.items() if load and numbers(load)}
+        done = [request for request, load in self.waiting.items() if load and numbers(load)]
         for request_id in done:
             del self.waiting[request_id]
-        self._told.update(done)
-        output.finished_recving = (output.finished_recving or set()) | done
+            self._told[request_id] = self._told.get(request_id, 0) + 1
+        output.finished_recving = {*(output.finished_recving or ()), *done}
 
 
 class WorkerLoads:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
 from math import inf
 from time import monotonic
@@ -244,7 +243,7 @@ class WaitState(msgspec.Struct):
 class StoreState(msgspec.Struct):
     """A request's blocks and stores. Only `StorePlanner` writes this state."""
 
-    block_tables: list[array[int]] = []
+    block_tables: list[list[int]] = []
     stored: int = 0
     """How many leading chunks are stored, or being stored."""
     written: int = 0

@@ -21,7 +21,7 @@ from .consumers import Unserved
 from .evictions import Duplicates, Victims
 from .instance import InstanceContext
 from .lookups import Lookups
-from .metadata import QUIET, LoadSpec, MoreBlocks, StepMetadata, WorkerReport
+from .metadata import QUIET, MoreBlocks, StepMetadata, WorkerReport
 from .model import compat
 from .model.sharing import Plan
 from .model.spec import ShardSpec
@@ -79,14 +79,12 @@ class VCacheScheduler:
         """vLLM may take the step being planned from a request."""
         self._guesses = bool(getattr(vllm_config, "num_speculative_tokens", True))
         self._promise_numbers = count(1)
-        self._loads: list[LoadSpec] = []
-        """Loads that begin with the next step."""
+        self._next = StepMetadata()
+        """For the next step: loads that begin, and requests that have ended during their loads."""
         self._open: dict[str, Tracked] = {}
         """Requests with open loads, by name."""
         self._given: dict[str, Any] = {}
         """The blocks of requests for which this connector loads nothing, for the next step."""
-        self._cancelled: set[str] = set()
-        """Requests that have ended during their loads, for the next step."""
         self._idle = False
         """The last step runs no model, so there is time to wait for an answer of the server."""
         self._named = False
@@ -224,7 +222,8 @@ class VCacheScheduler:
         self.waits.on_load(tracked)
         tracked.load = self._planner.load(tracked, blocks.get_block_ids())
         self._promises.on_load(tracked)
-        self._loads.append(tracked.load)
+        self._next.loads.append(tracked.load)
+        self._next.fresh.append(tracked.load.blocks)
         if tracked.load.open:
             self._open[request.request_id] = tracked
 
@@ -241,7 +240,7 @@ class VCacheScheduler:
             self._promises.withdraw(tracked)
             self.waits.over(tracked)
             if tracked.load is not None:
-                self._cancelled.add(name)
+                self._next.cancelled.add(name)
             elif self.duplicates is not None:
                 self.duplicates.finished(tracked)
 
@@ -253,7 +252,17 @@ class VCacheScheduler:
         if self._promises.rate.measured is not None:
             self._promises.rate.look()
         self._learn()
-        meta = self._metadata(output)
+        meta = self._next
+        meta.idle = self._idle = not output.total_num_scheduled_tokens
+        if self._open:
+            # A step that runs no model has the time to wait for the answers.
+            meta.more = self._further(ask=self._idle)
+        if self._given:
+            for name in self._given.keys() - output.num_scheduled_tokens.keys():
+                meta.fresh += self._given[name].get_block_ids()
+            self._given.clear()
+        if not (self._named and self.context.prefix):
+            self._introduce(meta)
         for name in output.preempted_req_ids or ():
             if (tracked := self._requests.get(name)) is not None:
                 self._promises.withdraw(tracked)
@@ -271,7 +280,10 @@ class VCacheScheduler:
                 self._unserved.began(one.tracked, one.whole)
         if self.victims is not None:
             self.victims.plan(meta, self._planner.take_completed())
-        return QUIET if meta == _NOTHING else meta
+        if meta == _NOTHING:
+            return QUIET
+        self._next = StepMetadata()
+        return meta
 
     def _beginning(self, output: Any) -> dict[str, Beginning]:
         """The requests that begin or resume in a step, by name."""
@@ -310,32 +322,16 @@ class VCacheScheduler:
             told.append(self._planner.more(tracked, decision.tokens > 0))
         return told
 
-    def _metadata(self, output: Any) -> StepMetadata:
-        """The step's metadata without stores."""
-        meta = StepMetadata(self._loads, cancelled=self._cancelled)
-        meta.idle = self._idle = not output.total_num_scheduled_tokens
-        if self._loads:
-            meta.fresh = [load.blocks for load in self._loads]
-        self._loads, self._cancelled = [], set()
-        if self._open:
-            # A step that runs no model has the time to wait for the answers.
-            meta.more = self._further(ask=meta.idle)
-        if self._given:
-            for name in self._given.keys() - output.num_scheduled_tokens.keys():
-                meta.fresh += self._given[name].get_block_ids()
-            self._given.clear()
-        if not self.context.prefix:
-            meta.introduce = not self.context.introduced
-        if not self._named:
-            self._named = True
-            if self.publications is not None:
-                meta.instance = self.publications.instance
-        return meta
+    def _introduce(self, meta: StepMetadata) -> None:
+        """Tell the workers the instance's name, and ask for their shards, until they are known."""
+        if self.publications is not None and not self._named:
+            meta.instance = self.publications.instance
+        meta.introduce, self._named = not self.context.introduced, True
 
     def further(self) -> list[MoreBlocks]:
         """What has come for open loads by now, asked between two steps. The worker must have the
         loads of all steps."""
-        if not self._open or self._loads:
+        if not self._open or self._next.loads:
             return []
         self._learn()
         return self._further(ask=True)
@@ -350,7 +346,7 @@ class VCacheScheduler:
         self._ask_for_waiting()
         for name in output.finished_recving or ():
             # Otherwise a later request of this name would be cancelled.
-            self._cancelled.discard(name)
+            self._next.cancelled.discard(name)
             if (tracked := self._requests.get(name)) is not None:
                 tracked.load = None
                 if self._open.pop(name, None) is not None:

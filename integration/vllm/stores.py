@@ -4,7 +4,6 @@ blocks."""
 from __future__ import annotations
 
 import sys
-from array import array
 from collections.abc import Mapping, Sequence
 from itertools import count
 from math import inf
@@ -14,7 +13,6 @@ from msgspec.structs import replace
 
 from vcache_backend.protocol.messages import BlockRun, ChunkKey, ResidentRun
 
-from .blocks import NUMBERS
 from .instance import InstanceContext
 from .lookups import Lookups
 from .metadata import Chunks, LoadSpec, MoreBlocks, PublicationSpec, StepMetadata, StoreSpec
@@ -34,9 +32,9 @@ class StorePlanner:
         self._load_numbers = count(1)
         self._idle: list[str] = []
         self._idle_tokens: float = 0
-        """Most steps of running requests complete neither a block nor a chunk: the requests of the
-        last step that `_plan_running` has planned, and the tokens that none of them has computed
-        since before it completes something."""
+        """In most steps most running requests complete neither a block nor a chunk: the requests of
+        the last step that `_plan_running` has planned, and the tokens that none of them computes
+        before it completes something."""
         self._offered: Mapping[str, list[tuple[int, int, int]]] = {}
         """The states in vLLM's prefix cache, by request, as (group, block, tokens)."""
         self._completed: list[tuple[list[ChunkKey], list[int]]] = []
@@ -208,25 +206,23 @@ class StorePlanner:
     ) -> None:
         """Plan the step of requests that ran before."""
         scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
-        resumed, names, left = cached.resumed_req_ids, cached.req_ids, self._idle_tokens
-        # Whether no request completes anything, as in most steps.
-        idle = left > 0 and not resumed and names == self._idle
-        if idle:
-            new = output.scheduled_new_reqs
-            left -= max(map(scheduled.get, names) if new else scheduled.values(), default=0)
-            idle = left > 0
-        if idle and not any(cached.new_block_ids):
-            self._idle_tokens = left
+        resumed, names = cached.resumed_req_ids, cached.req_ids
+        counts, idle = list(map(scheduled.get, names)), 0 if resumed else self._idle_tokens
+        if names == self._idle and max(counts, default=0) < idle and not any(cached.new_block_ids):
+            self._idle_tokens -= max(counts, default=0)
             return
-        left = left if idle else inf
-        for name, computed, added in zip(
-            names, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        before, left = frozenset(self._idle), inf
+        for name, tokens, computed, added in zip(
+            names, counts, cached.num_computed_tokens, cached.new_block_ids, strict=True
         ):
+            if added is None and tokens < idle and name in before:
+                left = min(left, idle - tokens)
+                continue
             if added is not None and self._copies:
                 meta.fresh += added
-            if (idle and added is None) or (tracked := requests.get(name)) is None:
+            if (tracked := requests.get(name)) is None:
                 continue
-            store, reached = tracked.store, computed + scheduled[name]
+            store, reached = tracked.store, computed + tokens
             if resumed and name in resumed:
                 self._begin(beginning[name])
             elif added is not None:
@@ -242,7 +238,8 @@ class StorePlanner:
     def _begin(self, begins: Beginning) -> None:
         """Note a request's blocks, in place of all earlier ones."""
         tracked, own = begins.tracked, self._publications
-        tracked.store.block_tables = [array(NUMBERS, table) for table in begins.block_tables]
+        # vLLM's runner adds to these lists.
+        tracked.store.block_tables = list(map(list, begins.block_tables))
         if own is not None and self._context.stores:
             blocks, rest = divmod(begins.computed, self._groups.block)
             size = self._context.hash_block

@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 import math
 import random
-from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -120,8 +119,7 @@ class Case:
             stop = self.request.num_computed_tokens // self.size
             first = self.groups.alive_from(self.rows, before, 0, stop)
             assert first <= before // self.size
-            both = [[array("I", row) for row in rows] for rows in (self.rows, true)]
-            taken, due = (self.groups.chunks(rows, first, stop) for rows in both)
+            taken, due = (self.groups.chunks(rows, first, stop) for rows in (self.rows, true))
             assert taken == due
             assert groups.NULL not in taken
             looked, gone = looked + stop, gone + first

@@ -44,6 +44,17 @@ def test_a_later_request_of_a_name_is_seen_though_the_earlier_had_far_to_go(engi
     assert [engine.stored(later, engine.step()) for _ in range(3)] == [[], [0], []]
 
 
+def test_a_request_that_some_steps_left_out_is_seen(engine: Engine) -> None:
+    """As vLLM does if a step's budget is used up, here beside a request that has far to go."""
+    engine.add(new_tokens(CHUNK + 1), max_tokens=CHUNK)
+    near = engine.add(new_tokens(CHUNK - 3), max_tokens=CHUNK)
+    engine.step()
+    engine.scheduler.running.remove(near)
+    engine.step()
+    engine.scheduler.running.append(near)
+    assert [engine.stored(near, engine.step()) for _ in range(4)] == [[], [], [0], []]
+
+
 def test_a_block_for_a_step_that_completes_nothing_is_known(engine: Engine) -> None:
     running = engine.add(new_tokens(CHUNK + 1), max_tokens=2 * CHUNK)
     metas = [engine.step() for _ in range(CHUNK)]

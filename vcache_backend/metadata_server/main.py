@@ -38,7 +38,7 @@ class MonitorProcess:
 
     def __init__(self, config: ServerConfig) -> None:
         # `-P`: the current folder is nobody's package here.
-        self._command = [sys.executable, "-P", "-m", "vcache_backend.monitor.web"]
+        self._command = [sys.executable, "-P", "-m", "vcache_backend.monitor"]
         self._command += [str(config.path), config.metrics]
         self._process: subprocess.Popen[bytes] | None = None
         self._pauses, self._again_at = Backoff(self.FIRST, 64 * self.FIRST), 0.0

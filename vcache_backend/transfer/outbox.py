@@ -7,7 +7,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from math import inf
+from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from vcache_backend import threads
@@ -38,6 +40,8 @@ class Outbox:
         """failed: counts an exception of the thread, see `threads.survives`."""
         self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()
+        self._woken = SimpleQueue[None]()
+        """Wakes the thread. A condition takes the caller ten times as long."""
         self._busy, self._due = False, inf
         """Whether the thread works, and when it is to begin again (time.monotonic)."""
         self.stopping = False
@@ -78,9 +82,8 @@ class Outbox:
         try:
             self.flush(timeout)
         finally:
-            with self._changed:
-                self.stopping = True
-                self._changed.notify_all()
+            self.stopping = True
+            self._woken.put(None)
             self._thread.join(timeout)
 
     # ---- the thread
@@ -91,10 +94,12 @@ class Outbox:
         with self._changed:
             self._busy = False
             self._changed.notify_all()
-            while not self.stopping and (left := self._due - time.monotonic()) > 0:
-                self._changed.wait(None if left == inf else left)
-            if self.stopping:
-                return True
+        while not self.stopping and (left := self._due - time.monotonic()) > 0:
+            with suppress(Empty):
+                self._woken.get(timeout=None if left == inf else left)
+        if self.stopping:
+            return True
+        with self._changed:
             self._busy, self._due = bool(self._jobs), inf
         try:
             for _ in range(len(self._jobs)):
@@ -110,7 +115,7 @@ class Outbox:
         due = time.monotonic() + seconds
         if due < self._due:
             self._due = due
-            self._changed.notify_all()
+            self._woken.put(None)
 
     def _do_first(self) -> bool:
         """Do the first job. False if its event has not come: then other work gets its turn."""

@@ -156,9 +156,11 @@ class Publisher:
             self._waiting.popleft()
 
     def _publish(self, publication: Publish) -> None:
+        told = bool(self._tell(publication))
+        # Others wait for the blocks, and vLLM for the interpreter, as the step has just ended.
         for run in publication.runs:
             self._remember(run, publication.epoch)
-        if bool(self._tell(publication)) != (self._due == math.inf):
+        if told != (self._due == math.inf):
             # The server is gone, or the scheduler has not shown the generations yet. Or the server
             # takes blocks now, and the pause may have grown long.
             self._pauses.reset()

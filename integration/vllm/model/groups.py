@@ -6,7 +6,6 @@ Does not import vLLM: reads only numbers and type names from vLLM's objects."""
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -92,7 +91,7 @@ class LayerGroup(NamedTuple):
         return max(0, blocks - reach) if reach else 0
 
     def blocks(self, rows: Sequence[Any], begin: int, end: int) -> Any:
-        """The group's blocks with the tokens [begin, end), as a list or an array like its row."""
+        """The group's blocks with the tokens [begin, end)."""
         return rows[self.number][begin // self.block_size : end // self.block_size]
 
 
@@ -223,10 +222,10 @@ class Groups:
         """How many of the request's tokens have blocks in every group."""
         return min(len(rows[group.number]) * group.block_size for group in self.groups)
 
-    def chunks(self, rows: Sequence[array[int]], first: int, stop: int) -> list[int]:
+    def chunks(self, rows: Sequence[list[int]], first: int, stop: int) -> list[int]:
         """The blocks of the chunks [first, stop)."""
         begin, end = first * self.size, stop * self.size
-        return self._listed([group.blocks(rows, begin, end).tolist() for group in self.groups])
+        return self._listed([group.blocks(rows, begin, end) for group in self.groups])
 
     def wanted(self, rows: Sequence[list[int]], local: int, end: int) -> list[int]:
         """List the blocks to load for the tokens [local, end), from the chunk with token `local`
