@@ -118,11 +118,10 @@ def _segments(stats: m.ServerStats) -> Table:
             ByteSize(info.used).about,
             ByteSize(info.nbytes).about,
             f"{info.chunks:,}",
-            Text(info.state, style="" if info.state == "live" else "yellow"),
         )
         for info in stats.segments
     ]
-    columns = "~segment", "~device", ">full", ">used", ">size", ">chunks", "state"
+    columns = "~segment", "~device", ">full", ">used", ">size", ">chunks"
     return table("Segments", columns, rows)
 
 
