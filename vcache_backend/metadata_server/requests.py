@@ -289,8 +289,7 @@ class Service:
 
     def _needs_keys(self, request: m.Find) -> bool:
         """Whether the pool or a promise may have chunks of a look-up, or will."""
-        pooled = self.directory.has_any(request.namespace)
-        return pooled or bool(request.promise) or len(self.promises) > 0
+        return bool(request.promise) or len(self.directory) + len(self.promises) > 0
 
     def _publish(self, client: Peer, request: m.Publish) -> m.Count:
         """Take blocks, unless they were computed before a reset."""
