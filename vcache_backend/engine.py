@@ -6,12 +6,13 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from vcache_backend.config import Config
-from vcache_backend.errors import LayoutError
+from vcache_backend.errors import LayoutError, VCacheError
 from vcache_backend.protocol.messages import KEY_BYTES, ChunkKey
 from vcache_backend.transfer.keys import TokenHasher, as_tokens
 from vcache_backend.transfer.layout import Layout
@@ -161,15 +162,24 @@ class VCacheEngine:
             return -1
 
     def get_stats(self) -> dict[str, Any]:
-        """Counters and latencies of this engine (see `EngineStats.snapshot`), and its connections.
-        What the pool holds, the server's statistics say (`vcache status --json`)."""
-        client, tier = self._session.client, self._session.tier
-        return self._stats.snapshot() | {
-            "connected": client.connected,
-            "connections_lost": client.connections_lost,
-            "namespace": str(self._session.namespace),
-            "device": self.device.name,
-            "offload": None if tier is None else tier.snapshot(),
+        """Counters and latencies of this engine (see `EngineStats.snapshot`). Under `server`: the
+        pool's segments with their occupancy, chunks and evictions; None without a server."""
+        mine: dict[str, Any] = self._stats.snapshot()
+        client = self._session.client
+        mine["connected"] = client.connected
+        mine["connections_lost"] = client.connections_lost
+        mine["namespace"] = str(self._session.namespace)
+        mine["device"] = self.device.name
+        tier = self._session.tier
+        mine["offload"] = None if tier is None else tier.snapshot()
+        try:
+            server = client.stats()
+        except VCacheError:
+            return mine | {"server": None}
+        segments = {info.id: msgspec.structs.asdict(info) for info in server.segments}
+        evictions = server.counters.get("evicted", 0)
+        return mine | {
+            "server": {"segments": segments, "evictions": evictions, "chunks": server.chunks}
         }
 
     # ---- life

@@ -123,6 +123,7 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         self._place = ranks = get_pp_group().rank_in_group, get_tp_group().rank_in_group
         # All workers move the same tokens: only the first counts them.
         meter = self._meter = stats.Meter(counts_tokens=ranks == (0, 0))
+        self._policy = config.connector.kv_load_failure_policy if ranks == (0, 0) else ""
         self._half = self._worker = VCacheWorker(
             vllm_config, kv_cache_config, config, *ranks, meter
         )
@@ -303,12 +304,24 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
 
     @guarded(answer(None))
     def _look_outside(self) -> None:
-        """Under an enclosing connector (VCacheMultiConnector), make loads wait for the steps under
-        way unless vLLM is known to hold blocks back."""
-        if (outermost := get_kv_transfer_group()) is not self:
-            loads = self._worker.loads
-            loads.at_once &= getattr(outermost, "holds_back", False)
-            loads.by_request |= hasattr(outermost, "holds_back")
+        """Under an enclosing connector (MultiConnector), whose settings vLLM follows, make loads
+        wait for the steps under way unless vLLM is known to hold blocks back. Warn if the enclosing
+        connector has another `kv_load_failure_policy`, which this connector cannot change."""
+        outermost, wanted = get_kv_transfer_group(), self._policy
+        if outermost is self:
+            return
+        loads = self._worker.loads
+        loads.at_once &= getattr(outermost, "holds_back", False)
+        loads.by_request |= hasattr(outermost, "holds_back")
+        policy = outermost._kv_transfer_config.kv_load_failure_policy
+        if wanted and policy != wanted:
+            log.warning(
+                'vcache: a request whose load fails %s: put "kv_load_failure_policy":"%s" beside '
+                '"kv_connector":"%s" in --kv-transfer-config; vLLM reads it there alone, where it '
+                "is %s",
+                "fails, too" if policy == "fail" else "is computed",
+                *(wanted, outermost._kv_transfer_config.kv_connector, policy),
+            )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

@@ -43,8 +43,8 @@ def test_no_view_is_written_beyond_its_end(pair: Pair, caplog: pytest.LogCapture
     (load,) = said(caplog, "load failed")
     assert f"blocks {half} to {half + 3} but the KV cache has {half} blocks" in load
     assert len(said(caplog, "store failed")) == 1
-    (segment,) = pair.reader._session.client.stats().segments
-    assert segment.used == 2 * pair.mine.chunk_bytes, "nothing is stored or kept for it"
+    (segment,) = pair.reader.get_stats()["server"]["segments"].values()
+    assert segment["used"] == 2 * pair.mine.chunk_bytes, "nothing is stored or kept for it"
 
 
 # ---- segments and layouts

@@ -30,10 +30,10 @@ def test_stats_count_what_happened(fresh: Node) -> None:
     assert writer["bytes"] == {"own": 2 * chunk, "peer": 0, "stored": 3 * chunk} | below
     assert reader["bytes"] == {"own": 0, "peer": 3 * chunk, "stored": 0} | below
     assert (reader["device"], reader["connected"], reader["failures"]) == ("host:b", True, {})
-    stats = pair.writer._session.client.stats
-    (segment,) = stats().segments
-    assert (segment.device, segment.used, segment.chunks) == ("host:a", 3 * chunk, 3)
+    (segment,) = reader["server"]["segments"].values()
+    assert (segment["device"], segment["used"], segment["chunks"]) == ("host:a", 3 * chunk, 3)
     # Two loads of two and three chunks, out of the pool.
+    stats = pair.writer._session.client.stats
     eventually(lambda: stats().minute == (2, 5 * CHUNK))
     read = {row.nbytes: (row.instance, row.tokens) for row in stats().reads}
     assert read == {count * chunk: ("pool", count * CHUNK) for count in (2, 3)}
