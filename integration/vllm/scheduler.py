@@ -95,7 +95,8 @@ class VCacheScheduler:
     def watch(self, pool: Any, fail: Callable[[str, Exception], None]) -> None:
         """Note vLLM's `BlockPool`, which vLLM shows before the first request. fail: see
         `KVBlocks`."""
-        blocks, own, config = KVBlocks(pool, fail), self.publications, self.context.config
+        own, config = self.publications, self.context.config
+        blocks = KVBlocks(pool, fail, in_place=own is not None)
         self.context.watch(blocks)
         each = self.context.groups.blocks
         if own is not None:
