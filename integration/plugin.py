@@ -77,14 +77,14 @@ def mistake(transfer: Any) -> str:
     empty. Never raises."""
     try:
         for where, told in _connectors(transfer):
-            from .vllm import settings  # only where our connector is asked for
+            from vcache_backend.config import over_file  # only where our connector is asked for
 
             if fault := misplaced(told):
                 return f"{where}{fault}"
             if told.get("kv_connector") == BESIDE:
                 continue
             try:
-                settings.read(told.get("kv_connector_extra_config") or {})
+                over_file(told.get("kv_connector_extra_config") or {})
             except ConfigError as error:
                 return f"{where}{error}"
     except Exception as error:  # noqa: BLE001 - vLLM must start; our connector reads them again

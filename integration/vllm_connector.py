@@ -14,10 +14,10 @@ from typing import Any
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
+from vcache_backend.config import over_file
 from vcache_backend.supported import VLLM
 
 from . import around_vllm, plugin
-from .vllm import settings
 from .vllm.boundary import Boundary
 
 # MultiConnector finds the class that reads a connector's statistics by the registered name only.
@@ -46,7 +46,7 @@ class Idle(Boundary, base.KVConnectorBase_V1, getattr(base, "SupportsHMA", objec
         Boundary.__init__(self, "the connector", says=role == base.KVConnectorRole.SCHEDULER)
         with suppress(Exception):  # whatever else has changed
             around_vllm.join_log()
-            self.config = settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
+            self.config = over_file(vllm_config.kv_transfer_config.kv_connector_extra_config)
         known = f"vLLM {vllm.__version__} is not the one that vcache knows"
         self.fail(f"{known}: {_fault}; install {VLLM.name}{VLLM.wanted}, or a later vcache")
 

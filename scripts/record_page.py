@@ -44,7 +44,7 @@ def terminal(stats: ServerStats) -> str:
 def main() -> None:
     from vllm_cases import CHUNK, Prompt, new_tokens, node
 
-    from vcache_backend.monitor.web import Samples, Web
+    from vcache_backend.monitor import Samples, Web
 
     pooled = {"connector": {"min_hit_tokens": CHUNK, "model": "tiny-llama"}}
     in_place = {"connector": pooled["connector"] | {"share": "in_place"}}

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -344,6 +346,29 @@ def with_socket(config: Config, socket: str, source: str) -> Config:
 def load(path: str | Path | None = None) -> Config:
     """Read and check the configuration; see the module's docstring. Raises ConfigError."""
     return from_dict(*read(path))
+
+
+def over_file(
+    sections: Mapping[str, Any],
+    source: str = "kv_connector_extra_config",
+    defaults: Mapping[str, dict[str, Any]] = MappingProxyType({}),
+) -> Config:
+    """Read settings that are written beside an engine's own: `sections` such as `server` or `pool`,
+    over those of the file that the key `config` names, or of `load`'s. source: the errors' name for
+    `sections`. defaults: sections with values for missing settings. Raises ConfigError."""
+    values, file, lines = read(sections.get("config"))
+    from_dict(values, file, lines)
+    for name, section in defaults.items():
+        values[name] = {**section, **values.get(name, {})}
+    for name, section in sections.items():
+        if name in Config.__struct_fields__ and not isinstance(section, Mapping):
+            said = f"{source}: {name}: Expected a section of settings, got {section!r:.80}"
+            raise ConfigError(said)
+        if name in Config.__struct_fields__:
+            values[name] = {**values.get(name, {}), **section}
+        elif name != "config":
+            values[name] = section
+    return from_dict(values, source)
 
 
 def read(path: object = None) -> tuple[dict[str, Any], str, dict[str, int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import sys
 import time
@@ -119,11 +118,10 @@ def _segments(stats: m.ServerStats) -> Table:
             ByteSize(info.used).about,
             ByteSize(info.nbytes).about,
             f"{info.chunks:,}",
-            Text(info.state, style="" if info.state == "live" else "yellow"),
         )
         for info in stats.segments
     ]
-    columns = "~segment", "~device", ">full", ">used", ">size", ">chunks", "state"
+    columns = "~segment", "~device", ">full", ">used", ">size", ">chunks"
     return table("Segments", columns, rows)
 
 
@@ -188,11 +186,7 @@ def _mismatches(stats: m.ServerStats) -> Table:
         texts = one.model, one.field, one.advice or f"make {one.field} the same everywhere"
         for value, who in one.values:
             model, field, advice = texts
-            # The beginning of a GPU's UUID is enough.
-            names = re.sub(
-                r"\b(GPU-[0-9a-f]{8})(-[0-9a-f]{4}){3}-[0-9a-f]{12}\b", r"\1", ", ".join(who)
-            )
-            rows.append((model, field, value or "–", names, advice))
+            rows.append((model, field, value or "–", ", ".join(who), advice))
             texts = "", "", ""
     return table("Not shared", ("~model", "~field", "~value", "~instances", "~what to do"), rows)
 

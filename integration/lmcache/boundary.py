@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from vcache_backend.config import Config, load
+from vcache_backend.config import Config, load, over_file
 from vcache_backend.errors import ConfigError
 
 from ..hooks import replace
@@ -116,8 +116,6 @@ def settings_of(config: Any) -> Config:
     `model` and `start_server`. Adopts LMCache's chunk size.
 
     ConfigError names an unknown key, an impossible value, or another chunk size."""
-    from ..vllm import settings
-
     extra, size = config.extra_config or {}, config.chunk_size
     source = "vcache in LMCache's extra_config"
     given = extra.get("vcache", {})
@@ -125,7 +123,7 @@ def settings_of(config: Any) -> Config:
     if flat or not isinstance(given, Mapping):
         wrong = flat[0] if flat else f"vcache is {given!r}"
         raise ConfigError(f"LMCache's extra_config: {wrong}: write `vcache:` and sections under it")
-    read = settings.read(given, source, {"engine": {"chunk_size": size}})
+    read = over_file(given, source, {"engine": {"chunk_size": size}})
     if read.connector.share == "in_place":
         raise ConfigError(f"{source}: connector.share is in_place: LMCache has a pool only")
     if (ours := read.engine.chunk_size) != size:

@@ -24,13 +24,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from vcache_backend.config import Config
+from vcache_backend.config import Config, over_file
 from vcache_backend.errors import ConfigError, VCacheError
 from vcache_backend.metadata_server import start
 from vcache_backend.protocol.client import Client
 
 from .. import around_vllm
-from . import settings
 from .boundary import Boundary, answer, guarded
 from .ends import AwaitedLoads, LoadEnds, WorkerLoads
 from .metadata import MoreBlocks, StepMetadata, WorkerReport
@@ -85,7 +84,7 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         """Pipeline and tensor rank of a worker."""
         try:
             around_vllm.join_log()
-            config = self.config = settings.read(transfer.kv_connector_extra_config)
+            config = self.config = over_file(transfer.kv_connector_extra_config)
             if config.connector.start_server:
                 start.try_ensure(config)
             if plans:
@@ -392,14 +391,8 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
 
     # ---- in both
 
-    @guarded(lambda self: self._last_stats())
     def get_kv_connector_stats(self) -> Any:
-        """This process's counts since the last call."""
-        if not self._says:
-            self._worker.measure()
-        return self._meter.take() if self._meter is not None else None
-
-    def _last_stats(self) -> Any:
+        """This process's counts since the last call, also once this half is out of use."""
         with suppress(Exception):
             return self._meter.take() if self._meter is not None else None
         return None

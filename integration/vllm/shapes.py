@@ -19,18 +19,11 @@ OWN = {"in_place", "open_nothing", "stop", "weights_are", "weights_change"}
 """Public attributes of our connector that are not vLLM's."""
 MAY_LACK = {"restore_kv_caches", "unregister_kv_caches"}
 """Methods that vLLM's connectors have from 0.33 on: without them `sharing` refuses sleep mode."""
-REPLACED = {
-    "get_new_blocks": "num_blocks",
-    "cache_full_blocks": (
-        "request blocks num_cached_blocks num_full_blocks block_size kv_cache_group_id block_mask"
-    ),
-    "cache_partial_block": (
-        "request block num_tokens kv_cache_group_id block_size replace_existing_hashes"
-    ),
-    "evict_blocks": "block_ids",
-    "reset_prefix_cache": "",
-}
-"""Parameters of the functions of vLLM's block pool that `KVBlocks` replaces."""
+REPLACED = (
+    *("get_new_blocks", "cache_full_blocks", "cache_partial_block", "evict_blocks"),
+    "reset_prefix_cache",
+)
+"""The functions of vLLM's block pool that `KVBlocks` replaces."""
 REQUEST = (
     "all_token_ids lora_request kv_transfer_params sampling_params trace_headers resumable "
     "skip_reading_prefix_cache shared_prefix_boundary session_id"
@@ -145,11 +138,13 @@ def _signature(function: Any) -> inspect.Signature:
 
 
 def _takes(ours: inspect.Signature, theirs: inspect.Signature) -> bool:
-    """Whether the parameters are the same, and all types of which ours says something."""
+    """Whether the parameters are the same, up to those that ours takes whatever they are, and all
+    types of which ours says something."""
     given = ours.parameters
-    same = [*given] == [*theirs.parameters] or any(
-        one.kind is one.VAR_POSITIONAL for one in given.values()
-    )
+    named = [
+        name for name, one in given.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    same = named == [*theirs.parameters][: None if len(named) == len(given) else len(named)]
     pairs = [(one.annotation, theirs.parameters.get(name)) for name, one in given.items()]
     types = [(ours, their.annotation) for ours, their in pairs if their is not None]
     types.append((ours.return_annotation, theirs.return_annotation))
@@ -166,11 +161,12 @@ def _text(annotation: Any) -> str:
 
 
 def _replaced(pool: type[Any]) -> Iterator[str]:
-    for name, wanted in REPLACED.items():
-        found = getattr(pool, name, None)
-        seen = [*inspect.signature(found).parameters] if found is not None else None
-        if seen != ["self", *wanted.split()]:
-            yield f"{pool.__name__}.{name} takes {seen}, not {wanted}"
+    from .blocks import KVBlocks
+
+    for name in REPLACED:
+        found, ours = getattr(pool, name, None), getattr(KVBlocks, f"_{name}")
+        if found is None or not _takes(_signature(ours), _signature(found)):
+            yield f"{pool.__name__}.{name} is {found and _signature(found)}"
 
 
 def _elsewhere() -> Iterator[str]:

@@ -190,7 +190,7 @@ class StorePlanner:
     def mark_stored(self, tracked: Tracked, chunks: int) -> None:
         """Note that the request's first `chunks` chunks are stored or being stored."""
         store, end = tracked.store, (chunks + 1) * self._size
-        store.stored, store.idle_until = chunks, 0.0
+        store.stored, store.idle_until, self._idle_tokens = chunks, 0.0, 0
         prompt = tracked.request.num_prompt_tokens if self._context.prompts_only else inf
         stores = self._may_store(tracked) and prompt >= end
         store.complete_at = (end if self._copies else sys.maxsize) if stores else inf

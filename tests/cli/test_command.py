@@ -18,7 +18,7 @@ import pytest
 from processes import ROOT, SECONDS, Child, Stage, ran
 from typer.testing import CliRunner
 
-from vcache_backend.cli import app, command
+from vcache_backend.cli import app, connected
 
 VCACHE = [sys.executable, "-m", "vcache_backend"]
 EXTRAS = ("torch", "numpy", "triton", "cuda", "xxhash")
@@ -137,7 +137,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_a_command_waits_longer_than_a_request_may(stage_: Stage, tmp_path: Path) -> None:
     server, file = stage_.server(), tmp_path / "vcache.yaml"
     file.write_text(f"client: {{control_seconds: {SECONDS}, request_seconds: 0.25}}")
-    with command.client(file, stage_.path) as client:
+    with connected(file, stage_.path) as client:
         server.stop()
         later = threading.Timer(0.75, server.cont)
         later.start()
@@ -162,8 +162,8 @@ def test_a_segment_is_lent_listed_shown_and_taken_back(server: Path) -> None:
     assert said == "1 MiB of host:b lent\n"
 
     listed = listing()
-    rows = sorted((info["device"], info["nbytes"], info["state"]) for info in listed)
-    assert rows == [("host:a", 64 << 20, "live"), ("host:b", 1 << 20, "live")]
+    rows = sorted((info["device"], info["nbytes"]) for info in listed)
+    assert rows == [("host:a", 64 << 20), ("host:b", 1 << 20)]
     assert added in vcache("status", *at).stdout
 
     assert vcache("segment", "drop", added, *at).stdout == f"{added}: 0 chunks forgotten\n"

@@ -39,10 +39,10 @@ def address_of(shown: Child) -> str:
 
 MONITOR = """
 import os, sys
-from vcache_backend.monitor import metrics, web
-metrics.SILENT_SECONDS, web.EVERY_SECONDS, web.ANSWER_SECONDS = 1.0, 0.1, 0.5
+from vcache_backend import monitor
+monitor.SILENT_SECONDS, monitor.EVERY_SECONDS, monitor.ANSWER_SECONDS = 1.0, 0.1, 0.5
 os.dup2(os.pipe()[0], 0)
-raise SystemExit(web.main(*sys.argv[1:]))
+raise SystemExit(monitor.main(*sys.argv[1:]))
 """
 
 

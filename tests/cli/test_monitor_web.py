@@ -16,9 +16,9 @@ from processes import Stage, children_of, eventually, ran
 from prometheus_client import Gauge
 from test_monitor_metrics import A, address_of, beside, get, needs, samples, used
 
+from vcache_backend import monitor
 from vcache_backend.config import ServerConfig, split_address
 from vcache_backend.metadata_server import main
-from vcache_backend.monitor import web
 
 
 def answers(address: str) -> bool:
@@ -96,10 +96,10 @@ def test_a_monitor_that_ends_is_started_again_ever_less_often(
     monkeypatch.setattr(main.MonitorProcess, "FIRST", 0.01)
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         address = "{}:{}".format(*taken.getsockname())
-        with closing(main.MonitorProcess(ServerConfig(metrics=address))) as monitor:
+        with closing(main.MonitorProcess(ServerConfig(metrics=address))) as process:
 
             def starts() -> list[str]:
-                monitor.tick()
+                process.tick()
                 return [line.rpartition(" after ")[2] for line in caplog.messages]
 
             eventually(lambda: starts() == ["0.02 s", "0.04 s"])
@@ -118,10 +118,10 @@ def test_slow_connections_end(
     sent: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The metrics are too large for any socket."""
-    monkeypatch.setattr(web._Handler, "timeout", 0.5)
+    monkeypatch.setattr(monitor._Handler, "timeout", 0.5)
     with (
-        closing(web.Samples(tmp_path / "vcache.sock")) as asked,
-        web.Web(":0", asked) as served,
+        closing(monitor.Samples(tmp_path / "vcache.sock")) as asked,
+        monitor.Web(":0", asked) as served,
         socket.create_connection(split_address(served.address, "")) as slow,
     ):
         Gauge("large", "x" * (16 << 20), registry=served.registry)
@@ -134,4 +134,4 @@ def test_slow_connections_end(
         finally:
             served.shutdown()
             serving.join()
-    assert not [one for one in caplog.records if one.name == web.log.name]
+    assert not [one for one in caplog.records if one.name == monitor.log.name]

@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
@@ -16,7 +16,6 @@ from instance_cases import (
     NAMESPACE,
     block_run,
     counts,
-    find,
     instance_id,
     make_table,
     numbers,
@@ -24,23 +23,20 @@ from instance_cases import (
 )
 from model import FakeClock, chunk_key
 from processes import Raw, Stage, info
-from server_cases import A_TURN, add_region, asked, work_of
+from server_cases import A_TURN, add_region, work_of
 
 from vcache_backend.errors import Refused
 from vcache_backend.log_format import LineLimit
 from vcache_backend.metadata_server import publications
-from vcache_backend.metadata_server.directory import Backlog
 from vcache_backend.metadata_server.instances import InstanceRegistry, ShownPart
 from vcache_backend.metadata_server.processes import Peer, ProcessId
 from vcache_backend.metadata_server.requests import Service
-from vcache_backend.metadata_server.slots import SLAB_SLOTS, SLABS
+from vcache_backend.metadata_server.slots import SLABS
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.sockets import close_fds
 from vcache_backend.vram_pool.generations import Generations
 
-MIB = 1 << 20
-LINES, SECONDS = LineLimit.LINES, LineLimit.SECONDS
-A = instance_id(1)
+LINES = LineLimit.LINES
 ME = Peer(1, ProcessId(7, 8), "host", "host")
 
 
@@ -59,16 +55,6 @@ def grows_by_less_than(nbytes: int) -> Iterator[None]:
 # ---- what instances publish
 
 
-def join(
-    service: Service,
-    instance: m.InstanceId,
-    ranks: int = 1,
-    blocks: int = 10_000,
-    tables: Sequence[m.BlockTable] = FULL,
-) -> None:
-    shown(service, m.Join(instance, NAMESPACE, blocks, ranks, 1, list(tables)))
-
-
 def shown(service: Service, request: m.Join, table: int | None = None) -> None:
     """All of an instance."""
     one = request.instance
@@ -80,26 +66,6 @@ def shown(service: Service, request: m.Join, table: int | None = None) -> None:
     instance = service.instances.of[one]
     instance.parts |= {rank: ShownPart(ME, []) for rank in range(request.ranks)}
     instance.whole = True
-
-
-def publish(
-    service: Service,
-    instance: m.InstanceId,
-    blocks: int,
-    size: int = 16,
-    start: int = 0,
-    of: int = 10_000,
-    table: int = 0,
-) -> int:
-    """So many blocks, in runs of this size. Each has a block of its own, as far as the instance has
-    enough of them."""
-    taken = 0
-    for first in range(start, start + blocks, size):
-        every = [number % of for number in range(first, first + size)]
-        hashes, generations = prompt(size, first, 1), counts(*[2] * size)
-        run = m.BlockRun(table, first, hashes, numbers(*every), generations)
-        taken += service.instances.publish(ME, m.Publish(instance, 0, [run])).count
-    return taken
 
 
 @pytest.mark.parametrize(("size", "ranks", "tables"), [(1, 1, 1), (256, 2, 1), (64, 1, 64)])
@@ -125,65 +91,14 @@ def test_publications_are_bounded(
                 table.void_all()
                 table.filled(range(blocks))
                 for first in range(0, blocks, size):
-                    packs = (
-                        prompt(size, turn * blocks + first, 1),
-                        numbers(*range(first, first + size)),
-                    )
-                    counted = counts(*[2 * turn + 4] * size)
-                    run = m.BlockRun(first % tables, 0, *packs, counted)
+                    packs = numbers(*range(first, first + size)), counts(*[2 * turn + 4] * size)
+                    hashes = prompt(size, turn * blocks + first, 1)
+                    run = m.BlockRun(0, *packs, first % tables, hashes)
                     for rank in range(ranks):
                         service.instances.publish(ME, m.Publish(one, rank, [run]))
             assert service.instances.published(one).live == blocks
         service.disconnect(ME)
     assert not service.instances.of
-
-
-def test_a_look_up_that_finds_all_of_a_name_changed_takes_no_long_turn() -> None:
-    service, client = Service(1, now=FakeClock()), Peer(1, ProcessId(7, 8), "host", "host")
-    with closing(Generations(A, 4096)) as table:
-        request = m.Join(A, NAMESPACE, 4096, 1, 1, FULL)
-        shown(service, request, table.fd)
-        for number in range(4096):
-            run = m.BlockRun(0, 0, prompt(1, 0, 1), numbers(number), counts(2))
-            assert service.instances.publish(ME, m.Publish(A, 0, [run])) == m.Count(1)
-        question = find(1, each=1)
-        assert asked(service, client, question).found == 1
-        table.void_all()
-        assert work_of(lambda: asked(service, client, question)) <= 2 * A_TURN
-        assert asked(service, client, question).found == 0
-
-
-HOSTILE = {
-    "blocks of one instance after the other": (1, FULL),
-    "states without windows": (
-        1,
-        [m.BlockTable("full"), m.BlockTable("state", 1, 1), m.BlockTable("window", 1, 99)],
-    ),
-    "no state at all": (16, [m.BlockTable("full"), m.BlockTable("state", 1, 1)]),
-}
-
-
-@pytest.mark.parametrize(("size", "tables"), HOSTILE.values(), ids=HOSTILE)
-def test_no_look_up_takes_a_long_turn(size: int, tables: list[m.BlockTable]) -> None:
-    service, client = Service(1, now=FakeClock()), Peer(1, ProcessId(7, 8), "host", "host")
-    for number in range(8):
-        one = instance_id(number)
-        join(service, one, blocks=3 * m.MAX_HASHES, tables=tables)
-        if tables is FULL:  # each has every eighth block
-            for at in range(number, m.MAX_HASHES, 8):
-                publish(service, one, 1, 1, at)
-        else:
-            publish(service, one, m.MAX_HASHES, size, of=1 << 30)
-        for table in range(1, len(tables)):
-            if size == 1:
-                every = range(table - 1, m.MAX_HASHES, table)
-                for at in every:
-                    run = block_run(1, table * m.MAX_HASHES + at, at, each=1, table=table)
-                    service.instances.publish(ME, m.Publish(one, 0, [run]))
-    question = find(m.MAX_HASHES, each=1, limit=m.MAX_HASHES)
-    answer = asked(service, client, question)
-    assert answer.cut == (tables is FULL) == (0 < answer.found < m.MAX_HASHES)
-    assert work_of(lambda: asked(service, client, question)) <= 2 * A_TURN
 
 
 # ---- what writers ask for
@@ -203,12 +118,12 @@ def stored(service: Service, client: Peer, first: int, count: int, nbytes: int =
 CHUNKS = 5000
 
 
-def pinned(service: Service, client: Peer, count: int = 4000) -> tuple[Peer, int]:
+def pinned(service: Service, client: Peer) -> tuple[Peer, int]:
     add_region(service, info("s0", CHUNKS * 256))
     stored(service, client, 0, CHUNKS)
-    for first in range(0, count, 1000):
+    for first in range(0, 4000, 1000):
         service.directory.pin([chunk_key(first + number) for number in range(1000)], 60.0)
-    service.directory.touch([chunk_key(number) for number in range(count, CHUNKS)])
+    service.directory.touch([chunk_key(number) for number in range(4000, CHUNKS)])
     return client, 256
 
 
@@ -238,27 +153,6 @@ def test_chunks_that_stay_keep_no_younger_one_from_eviction(what: Any) -> None:
     assert sum(done) >= 38, "one or two searches end behind some of them"
 
 
-def test_a_request_passes_over_few_chunks_however_many_it_evicts() -> None:
-    service = Service(1, now=FakeClock())
-    client, nbytes = pinned(service, Peer(1, ProcessId(7, 8), "host", "host"), 2000)
-    new = [chunk_key(2 * CHUNKS + number) for number in range(900)]
-    for _ in range(3):
-        assert work_of(lambda: service.directory.reserve(client, new, nbytes)) < 3 * A_TURN
-
-
-def test_a_request_empties_few_slabs_of_other_sizes() -> None:
-    """Where slots are small, a slab has 16,384 of them."""
-    service = Service(1, now=FakeClock())
-    client = Peer(1, ProcessId(7, 8), "host", "host")
-    add_region(service, info("s0", 64 * 4096 * 256))
-    count = 64 * 4096
-    assert stored(service, client, 0, count) == count
-    new = [chunk_key(count + number) for number in range(64)]
-    before = len(service.directory)
-    service.directory.reserve(client, new, 4096 * 256)
-    assert before - SLAB_SLOTS <= len(service.directory) < before
-
-
 def test_a_segment_full_of_tiny_chunks_has_room_for_large_ones_later() -> None:
     """Its table has no more slabs, and a slab's place never changes."""
     service, nbytes = Service(1, now=FakeClock()), 1 << 33
@@ -279,19 +173,6 @@ def test_what_is_free_has_room_for_chunks_of_any_size(nbytes: int) -> None:
     assert stored(service, client, 100, 32, nbytes) == 32
 
 
-def test_resets_in_a_loop_are_swept_together() -> None:
-    """Each would look at all slots of the pool, while frees and rebuilds wait behind it."""
-    service, chunks = Service(1, now=FakeClock()), 2 * Backlog.AT_ONCE
-    add_region(service, info("s0", chunks * 256))
-    client = Peer(1, ProcessId(7, 8), "host", "host")
-    assert stored(service, client, 0, chunks) == len(service.directory) == chunks
-    for _ in range(100):
-        service.directory.clear(chunk_key(0)[: m.NAMESPACE_BYTES], reset=True)
-    assert not asked(service, client, m.Contains([chunk_key(chunks - 1)])).present[0]
-    service.backlog.run(3 * chunks)
-    assert (len(service.directory), bool(service.backlog)) == (0, False)
-
-
 def test_a_publication_tells_few_however_many_hold_its_chunks() -> None:
     """Data parallel ranks with one system prompt: a publication that 60 instances hold took the
     server 25 ms."""
@@ -299,7 +180,7 @@ def test_a_publication_tells_few_however_many_hold_its_chunks() -> None:
     run = block_run(size, each=1)
     everyone = [instance_id(number) for number in range(60)]
     for one in everyone:
-        join(service, one)
+        shown(service, m.Join(one, NAMESPACE, 10_000, 1, 1, FULL))
         work = work_of(lambda one=one: service.instances.publish(ME, m.Publish(one, 0, [run])))
         assert work <= 2 * A_TURN
         assert service.instances.published(one).live == size
@@ -308,9 +189,6 @@ def test_a_publication_tells_few_however_many_hold_its_chunks() -> None:
             pass
         holders = sum(map(bool, told.values()))
         assert (bool(told[one]), holders <= 5) == (one != everyone[0], True)
-
-
-# ---- connections
 
 
 # ---- the log
@@ -331,6 +209,3 @@ def test_clients_that_connect_in_a_loop_do_not_fill_the_log(alone: Stage) -> Non
     server.signal(signal.SIGTERM)
     _, said = server.wait()
     assert LINES - 10 < said.count("\n") < LINES + 30
-
-
-# ---- names

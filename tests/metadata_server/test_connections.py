@@ -36,7 +36,7 @@ REQUESTS += [
     m.Join(INSTANCE, b"namespac", 64, 2, 4, [m.BlockTable("full"), m.BlockTable("window", 1, 9)])
 ]
 REQUESTS += [m.ShowCache(INSTANCE, 1, SHAPE), m.OpenInstance(INSTANCE), m.OpenCache(INSTANCE, 1)]
-RUN = m.BlockRun(1, 3, bytes(16), bytes(4), bytes(8))
+RUN = m.BlockRun(3, bytes(4), bytes(8), 1, bytes(16))
 REQUESTS += [m.Publish(INSTANCE, 1, [RUN], 9)]
 REQUESTS += [m.Find(b"namespac", bytes(64), 2, 3, 2, INSTANCE)]
 REQUESTS += [m.Promise(7, [A], 2, b"a" * 16, 3, 0.01, 0.25)]

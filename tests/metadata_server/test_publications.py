@@ -12,7 +12,7 @@ from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.generation_table import ForeignTable
 from vcache_backend.vram_pool.generations import Generations
 
-A, BLOCKS, LOOKS = instance_id(1), 64, 1 << 14
+A, BLOCKS = instance_id(1), 64
 FULL, WINDOW = m.BlockTable("full"), m.BlockTable("window", 1, 9)
 
 
@@ -28,11 +28,11 @@ class Owner:
         """Consecutive blocks of a prompt, the first of this name."""
         generation = self.table.filled(blocks)
         packs = numbers(*blocks), counts(*[generation] * len(blocks))
-        return m.BlockRun(table, 0, prompt(len(blocks), name, 1), *packs)
+        return m.BlockRun(0, *packs, table, prompt(len(blocks), name, 1))
 
     def found(self, name: int, count: int, table: int = 0) -> int:
         hashes = prompt(count, name, 1)
-        found, _ = self.known.follow(table, hashes, 0, count, LOOKS)
+        found = self.known.follow(table, hashes, 0, count)
         assert len(b"".join(found.blocks)) == found.stop * m.NUMBER_BYTES
         return found.stop
 
@@ -135,7 +135,7 @@ def test_equal_blocks_stand_in_for_each_other(owners: type[Owner]) -> None:
     for run in runs:
         owner.known.publish(0, [run])
     for left in range(InstancePublications.MAX_ALIKE):
-        found, _ = owner.known.follow(0, prompt(1, 100, 1), 0, 1, LOOKS)
+        found = owner.known.follow(0, prompt(1, 100, 1), 0, 1)
         assert found.blocks == [numbers(left)]
         owner.table.void([left])
     assert (owner.found(100, 1), owner.known.named) == (0, {})

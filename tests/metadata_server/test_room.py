@@ -1,25 +1,21 @@
-"""The pool's room: where chunks go, which leave first, and how long a turn takes. What always holds,
+"""The pool's room: where chunks go, which leave first. What always holds,
 in any order of events, is in test_directory.py."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
 
 import msgspec
-import pytest
 from model import FakeClock, chunk_key
-from server_cases import A_TURN, work_of
 
-from vcache_backend.metadata_server.directory import Backlog, Directory
+from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.processes import Peer, ProcessId
 from vcache_backend.metadata_server.slots import SlotRegion
 from vcache_backend.protocol import messages as m
 
 KIB = 1 << 10
 ME = Peer(1, ProcessId(10, 1), "gpu-0", "cuda")
-MANY = 10_000
 
 
 class Pool:
@@ -27,8 +23,7 @@ class Pool:
 
     def __init__(self) -> None:
         self.clock, self.fds = FakeClock(), dict[str, int]()
-        self.backlog = Backlog()
-        self.directory = Directory(self.clock, 30.0, self.backlog, Counter())
+        self.directory = Directory(self.clock, 30.0, Counter())
 
     def add(self, name: str, nbytes: int, device: str = "gpu-0", medium: m.Medium = "cuda") -> None:
         info = m.SegmentInfo(m.SegmentId(name), device, medium, nbytes)
@@ -50,8 +45,7 @@ class Pool:
     def restart(self) -> None:
         for region in self.directory.regions.values():
             region.close()
-        self.backlog = Backlog()
-        self.directory = Directory(self.clock, 30.0, self.backlog, Counter())
+        self.directory = Directory(self.clock, 30.0, Counter())
 
 
 def test_chunks_go_to_the_own_device_first_then_to_where_there_is_room() -> None:
@@ -119,31 +113,11 @@ def test_a_writer_that_is_done_before_its_table_comes_leaves_nothing_in_quaranti
     assert pool.store(*range(4)) == ["s"] * 4
 
 
-def clear(pool: Pool) -> object:
-    return pool.directory.clear(b"")
-
-
-def drop(pool: Pool) -> object:
-    return pool.directory.drop(m.SegmentId("s"))
-
-
-def offer_again(pool: Pool) -> object:
-    pool.restart()
-    return pool.add("s", MANY * KIB)
-
-
-@pytest.mark.parametrize("does", [clear, drop, offer_again])
-def test_no_turn_is_long(does: Callable[[Pool], object]) -> None:
+def test_a_write_in_two_segments_loses_what_lies_in_the_one_that_is_dropped() -> None:
     pool = Pool()
-    pool.add("s", MANY * KIB)
-    for first in range(0, MANY, 1000):
-        pool.store(*range(first, first + 1000))
-    assert work_of(lambda: does(pool)) <= A_TURN
-    assert pool.backlog
-    if does is not offer_again:
-        assert pool.here(*range(MANY)) == [], "at once"
-    while pool.backlog:
-        assert work_of(lambda: pool.backlog.run(1024)) <= A_TURN
-    found = len(pool.here(*range(MANY)))
-    assert found == len(pool.directory) == (MANY if does is offer_again else 0)
-    assert len(pool.directory.regions) == (does is not drop)
+    pool.add("s", 2 * KIB)
+    pool.add("t", 2 * KIB)
+    reserved = pool.directory.reserve(ME, list(map(chunk_key, range(4))), KIB)
+    pool.directory.drop(m.SegmentId("s"))
+    assert pool.directory.commit(ME, reserved.reservation) == []
+    assert pool.store(*range(4)) == ["t", "t", m.Refusal.FULL, m.Refusal.FULL]

@@ -105,7 +105,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1 import example_connector
 
-    from vcache_backend.integration.vllm import settings
+    from vcache_backend.integration.vllm import connector
     from vcache_backend.integration.vllm.connector import VCacheConnector
     from vcache_backend.integration.vllm.model.spec import ShardSpec
 
@@ -118,8 +118,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
                 # be looked for.
                 self._scheduler.context.note({(0, 0): ShardSpec(**WORKER)}, {})
 
-    read = settings.read
-    settings.read = lambda extra_config: read(SETTINGS)
+    read = connector.over_file
+    connector.over_file = lambda extra_config: read(SETTINGS)
     for name in STAND_IN_FOR:
         KVConnectorFactory._registry[name] = lambda: Ours
     # Their recording connector wraps one that it imports by name.

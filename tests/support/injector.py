@@ -40,7 +40,7 @@ OUTERMOST = (
     "VCacheConnector.stop",
     "VCacheConnector._no_shard",
     "VCacheConnector._say_off",
-    "VCacheConnector._last_stats",
+    "VCacheConnector.get_kv_connector_stats",
     "VCacheConnector.build_prom_metrics",
     "VCacheConnector.build_kv_connector_stats",
     # Parts of the layer, too.

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vcache_backend.config import over_file
 from vcache_backend.errors import MAX_LINE_CHARS, ConfigError
 from vcache_backend.integration import plugin
-from vcache_backend.integration.vllm import requests, settings
+from vcache_backend.integration.vllm import requests
 from vcache_backend.protocol.messages import KEY_BYTES, RANK_BYTES, chunk_keys
 from vcache_backend.transfer.keys import HASH_BYTES, block_hashes
 from vcache_backend.transfer.layout import Namespace
@@ -33,7 +34,7 @@ def test_sections_in_place_go_over_the_files_key_by_key(tmp_path: Path) -> None:
     text = "server: {socket: /of/the/file}\nconnector: {min_hit_tokens: 512, model: theirs}\n"
     file = yaml(tmp_path, text + "pool: {segment_bytes: 4 GiB}")
     given = {"connector": {"model": "ours"}, "engine": {"chunk_size": 128}}
-    found = settings.read({"config": file, **given})
+    found = over_file({"config": file, **given})
     assert found.server.path == Path("/of/the/file")
     assert (found.connector.min_hit_tokens, found.connector.model) == (512, "ours")
     assert (found.engine.chunk_size, found.pool.segment_bytes) == (128, 4 << 30)
@@ -59,7 +60,7 @@ MIN_HIT = f"{EXTRA}Object contains unknown field `min_hit` - at `$.connector`"
 )
 def test_settings_that_do_not_exist_are_named(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        settings.read(given)
+        over_file(given)
     assert said in str(raised.value)
 
 

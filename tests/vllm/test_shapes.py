@@ -291,6 +291,7 @@ def answers(annotation: Any) -> Callable[[Any], Any]:
 
 
 TAKE_ALL = ("build_prom_metrics", "save_kv_layer", "start_load_kv", "wait_for_layer_load")
+TAKE_ALL += ("cache_partial_block",)
 """Our methods that take whatever vLLM gives."""
 OTHERS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "a connector takes more": (BASE, "__init__", lambda _: lambda self, more: None),

@@ -38,7 +38,7 @@ class MonitorProcess:
 
     def __init__(self, config: ServerConfig) -> None:
         # `-P`: the current folder is nobody's package here.
-        self._command = [sys.executable, "-P", "-m", "vcache_backend.monitor.web"]
+        self._command = [sys.executable, "-P", "-m", "vcache_backend.monitor"]
         self._command += [str(config.path), config.metrics]
         self._process: subprocess.Popen[bytes] | None = None
         self._pauses, self._again_at = Backoff(self.FIRST, 64 * self.FIRST), 0.0
@@ -123,20 +123,19 @@ class Server:
 
     def _serve(self) -> None:
         next_tick = time.monotonic()
-        backlog, clients = self._service.backlog, self._clients
+        clients = self._clients
         while not self._stopping:
             now = time.monotonic()
-            sleeps = not backlog and now >= clients.spin_until
+            sleeps = now >= clients.spin_until
             # Few at once, one request of each: a request takes a few milliseconds at most, and no
             # answer leaves before the last of the turn. Epoll reports the others first next time.
             events = self._epoll.poll(max(0.0, next_tick - now) if sleeps else 0.0, 16)
-            if not (events or backlog or now >= next_tick):
+            if not (events or now >= next_tick):
                 # spinning, or woken for nothing: let other processes have this core first
                 os.sched_yield()
                 continue
             for fd, mask in events:
                 clients.on_ready(fd, mask)
-            backlog.run(256)
             if now >= next_tick:
                 self._tick()
                 next_tick = now + (0.05 if self._service.busy else 0.5)
@@ -153,7 +152,6 @@ class Server:
         self._endpoint.keep_fresh()
         self._service.tick()
         self._watch_processes()
-        self._clients.tick()
         if self._monitor is not None:
             self._monitor.tick()
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -44,8 +45,8 @@ class EngineStats:
         """By reason: the `Client.epoch` of the last log line."""
         self._owners: dict[bytes, tuple[int, int, int]] = {}
         """As in `Reads`. The instance read last comes last."""
-        self.updates = 0
-        """How often a counter was increased."""
+        self.listeners: list[Callable[..., object]] = []
+        """Called with what is counted, by name, and with durations in seconds. Any thread."""
 
     def timed(self, name: str) -> AbstractContextManager[None]:
         return _Timed(self, name)
@@ -54,11 +55,16 @@ class EngineStats:
         """Add a duration to `name`, which is in `TIMES`."""
         with self._lock:
             self._times[name].add(seconds * 1e6)
+        self._tell({name: seconds})
 
     def count(self, **amounts: int) -> None:
         with self._lock:
             self._counts.update(amounts)
-            self.updates += 1
+        self._tell(amounts)
+
+    def _tell(self, amounts: Mapping[str, float]) -> None:
+        for listener in self.listeners:
+            listener(**amounts)
 
     def read_from(self, owner: bytes, nbytes: int, refused: int, tokens: int) -> None:
         """Count bytes and tokens read in the KV cache of instance `owner`, and blocks `refused`
@@ -103,11 +109,6 @@ class EngineStats:
         with self._lock:
             names = [name for name in self._counts if name.startswith(prefix)]
             return {name.removeprefix(prefix): self._counts[name] for name in names}
-
-    def seconds(self, *names: str) -> float:
-        """The sum of these latencies, each in `TIMES`."""
-        with self._lock:
-            return sum(self._times[name].total_us for name in names) / 1e6
 
     def snapshot(self) -> dict[str, Any]:
         """Everything as plain values, times in microseconds."""

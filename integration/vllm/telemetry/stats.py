@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from vcache_backend.transfer.stats import NOT_STORED, EngineStats, LoadStats
+from vcache_backend.transfer.stats import NOT_STORED, LoadStats
 
 log = logging.getLogger("vllm.vcache")
 OTHER = "other"
@@ -98,6 +98,15 @@ COUNTERS = {
     ),
 }
 """`exists` and `busy` in `not_stored_chunks` are no failures."""
+FOLLOWED = {
+    counter.counted.format(value): (name, value)
+    for name, counter in COUNTERS.items()
+    for value in counter.values
+    if counter.counted
+}
+FOLLOWED |= dict.fromkeys(("reserve", "commit"), ("store_time_seconds", "metadata"))
+FOLLOWED["store_copy"] = "store_time_seconds", "data"
+"""By name in `EngineStats`, our counter and its label."""
 HISTOGRAMS = {
     "load_seconds": "Time of one worker's load, metadata and data.",
     "lookup_seconds": "Time of one look-up in the scheduler.",
@@ -177,9 +186,6 @@ class Meter:
         self._counts_tokens = counts_tokens
         self._lock = threading.Lock()
         self._stats = VCacheStats()
-        self._session: dict[tuple[str, str], float] = {}
-        """What `add_session` saw last."""
-        self._updates = 0
 
     def take(self) -> VCacheStats | None:
         """Return the stats since the last call; None if there are none."""
@@ -223,22 +229,10 @@ class Meter:
         self.count("load_time_seconds", stats.data_seconds, "data")
         self.observe("load_seconds", stats.metadata_seconds + stats.data_seconds)
 
-    def add_session(self, stats: EngineStats) -> None:
-        """Count what a worker's session has counted since the last call, in one thread."""
-        if stats.updates == self._updates:
-            return
-        self._updates, counted = stats.updates, stats.counted("")
-        now: dict[tuple[str, str], float] = {
-            (name, value): counted.get(counter.counted.format(value), 0)
-            for name, counter in COUNTERS.items()
-            for value in counter.values
-            if counter.counted
-        }
-        now["store_time_seconds", "metadata"] = stats.seconds("reserve", "commit")
-        now["store_time_seconds", "data"] = stats.seconds("store_copy")
-        for (name, value), amount in now.items():
-            self.count(name, amount - self._session.get((name, value), 0), value)
-        self._session = now
+    def follow(self, **amounts: float) -> None:
+        """Count what a worker's session counts: see `EngineStats.listeners`."""
+        for name in amounts.keys() & FOLLOWED.keys():
+            self.count(FOLLOWED[name][0], amounts[name], FOLLOWED[name][1])
 
 
 class VCachePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]

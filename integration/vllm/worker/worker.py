@@ -44,6 +44,15 @@ class VCacheWorker:
 
     If a method raises, this worker caches nothing any more: see `Boundary`."""
 
+    in_place: InPlace | None = None
+    """None unless KV caches are shared in place."""
+    rests = False
+    """This worker only publishes in the present step, and no earlier step's work is left."""
+    _worker: Attached | None = None
+    """None before `register`, and while vLLM sleeps."""
+    _asleep: Attached | None = None
+    _introduce = False
+
     def __init__(
         self,
         vllm_config: Any,
@@ -64,18 +73,11 @@ class VCacheWorker:
         self._rank = pp_rank * shards + tp_rank % shards
         self._number = pp_rank * model.tp_size + tp_rank
         """Of this worker among all workers."""
-        self.in_place: InPlace | None = None
-        """None unless KV caches are shared in place."""
         if self._config.connector.share == "in_place" and not self._refused:
             exporter, shows = Exporter(model.device_type), shards > 1 or not tp_rank
             self.in_place = InPlace(exporter, kv_cache_config.num_blocks, shows)
-        self._worker: Attached | None = None
-        """None before `register`, and while vLLM sleeps."""
-        self._asleep: Attached | None = None
         self._meta = StepMetadata()
         """The last step's metadata."""
-        self.rests = False
-        """This worker only publishes in the present step, and no earlier step's work is left."""
         self._meter = meter
         self.stores = Stores(meter, compat.clears(kv_cache_config))
         self.loads = Loads(
@@ -91,7 +93,6 @@ class VCacheWorker:
             pp_rank=pp_rank, tp_rank=tp_rank, problem="it was given no KV caches"
         )
         """This worker's part of a chunk, for the scheduler."""
-        self._introduce = False
         self._echoes = set[int]()
         self._link: tuple[bool, float | None] = True, None
         """The connection to the offload tier as last reported."""
@@ -132,6 +133,7 @@ class VCacheWorker:
             rank=self._rank,
             kv_device=str(kv.device),
         )
+        session.stats.listeners.append(self._meter.follow)
         session.counts = not self._number  # ranks that hold the same KV have one rank
         try:
             session.bind(kv_caches, kv)
@@ -208,11 +210,6 @@ class VCacheWorker:
             return self._link
         tier = worker.session.tier
         return tier.link if tier is not None else (False, None)
-
-    def measure(self) -> None:
-        """Count what the session has stored since the last call."""
-        if self._worker is not None:
-            self._meter.add_session(self._worker.session.stats)
 
     # ---- sleep, and the end
 

@@ -2,33 +2,144 @@
 result.
 
 Commands import modules in their bodies, so that `vcache --help` is quick and `serve` never loads
-torch. `command` turns errors into one line on stderr."""
+torch. `_Group` turns errors into one line on stderr."""
 
 from __future__ import annotations
 
 import logging
 import os
 import shlex
+import signal
 import sys
 from collections import Counter
 from importlib.util import find_spec
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
+from typer.core import TyperGroup
 
 from vcache_backend import __version__, config
-from vcache_backend.cli import command
-from vcache_backend.cli.command import ConfigFile, Json, Socket, option
-from vcache_backend.errors import ConfigError, SegmentError
-
-app = command.group(
-    "Share transformer KV caches among the inference processes of a node.", root=True
+from vcache_backend.errors import (
+    MAX_LINE_CHARS,
+    ConfigError,
+    SegmentError,
+    ServerUnavailable,
+    VCacheError,
+    printable,
 )
-config_app = command.group("Write a configuration file, or check one and show what is in force.")
-segment_app = command.group("Lend memory to the pool, take it back.")
+
+if TYPE_CHECKING:
+    from vcache_backend.protocol.client import Client
+
+# ---- what commands share
+
+
+def option(metavar: str | None, text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, metavar=metavar, help=text, **more)
+
+
+_FILE = "YAML file. Without it: the one that VCACHE_CONFIG names, or the defaults."
+# readable=False: reading it raises an error of one line.
+ConfigFile = Annotated[Path | None, option("PATH", _FILE, "--config", "-c", readable=False)]
+_SOCKET = "The server's socket, in place of the configured one."
+Socket = Annotated[Path | None, option("PATH", _SOCKET, "--socket")]
+Json = Annotated[bool, option(None, "Print JSON instead of tables.", "--json")]
+_EXIT_CODES = "Exit codes: 0 success; 1 failure, and why; 2 wrong usage."
+
+
+class _Group(TyperGroup):
+    """Commands that end with one line on stderr, and exit code 1, if a VCacheError is raised or a
+    module is missing that the base install lacks."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        for subcommand in self.commands.values():
+            first = " ".join((subcommand.help or "").split()).partition(". ")[0]
+            subcommand.short_help = first.removesuffix(".")  # else the list of commands cuts it off
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except VCacheError as error:
+            line = str(error)
+        except ModuleNotFoundError as error:
+            if error.name not in ("torch", "numpy", "triton"):
+                raise
+            line = f"{error.name} is not installed: pip install '/path/to/vcache[engine]'"
+        typer.secho(f"vcache: {printable(line, MAX_LINE_CHARS)}", fg="red", err=True)
+        raise typer.Exit(1)
+
+
+def group(text: str, root: bool = False) -> typer.Typer:
+    """An empty group of commands. text: the help. root: with completion and exit codes."""
+    return typer.Typer(
+        cls=_Group,
+        help=text,
+        no_args_is_help=True,
+        add_completion=root,
+        epilog=_EXIT_CODES if root else None,
+        pretty_exceptions_enable=False,
+        # rich's boxes show `<bool>` behind flags, and squeeze texts beside wide columns
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+
+def load(path: Path | None, socket: Path | None) -> config.Config:
+    """The configuration of file `path`, with `socket` in place of `server.socket`; either may be
+    None. A relative socket starts at the working folder. Raises ConfigError."""
+    loaded = config.load(path)
+    if socket is None:
+        return loaded
+    if not socket.name:
+        given = "" if socket == Path() else str(socket)
+        raise ConfigError(f"--socket: socket must be the path of a file, got {given!r}")
+    return config.with_socket(loaded, str(socket.absolute()), "--socket")
+
+
+def connected(path: Path | None, socket: Path | None, reconnect: bool = False) -> Client:
+    """Connect to the server, for one command. reconnect: again, whenever the connection is lost.
+    Raises ServerUnavailable with the reason.
+
+    Every call may take `client.control_seconds`: people can wait, and a busy machine should not end
+    a command early."""
+    from vcache_backend.protocol.client import Client
+
+    loaded = load(path, socket)
+    waits = max(loaded.client.control_seconds, loaded.client.request_seconds)
+    patient = msgspec.structs.replace(loaded.client, connect_seconds=waits, request_seconds=waits)
+    made = Client(loaded.server.path, patient, reconnect=reconnect)
+    if not made.connected:
+        made.close()
+        raise ServerUnavailable(made.trouble)
+    return made
+
+
+def clean_up_if_ended() -> None:
+    """From now on Ctrl-C and SIGTERM raise KeyboardInterrupt: exit code 130."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+
+
+def nbytes_of(text: str | config.ByteSize) -> config.ByteSize:
+    """An option's value in bytes. Typer passes the default, too. Raises BadParameter."""
+    try:
+        nbytes = config.ByteSize.parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if nbytes <= 0:
+        raise typer.BadParameter("Expected more than 0 bytes")
+    return nbytes
+
+
+# ---- the program
+
+app = group("Share transformer KV caches among the inference processes of a node.", root=True)
+config_app = group("Write a configuration file, or check one and show what is in force.")
+segment_app = group("Lend memory to the pool, take it back.")
 app.add_typer(segment_app, name="segment")
 app.add_typer(config_app, name="config")
 
@@ -78,7 +189,7 @@ def serve(config_file: ConfigFile = None, socket: Socket = None, log: Log = None
     from vcache_backend import log_format
     from vcache_backend.metadata_server.main import serve as run
 
-    settings = command.load(config_file, socket).server
+    settings = load(config_file, socket).server
     log_format.begin(log)
     run(settings)
 
@@ -110,7 +221,7 @@ def status(config_file: ConfigFile = None, socket: Socket = None, as_json: Json 
     from vcache_backend import tables
     from vcache_backend.status import summary
 
-    with command.client(config_file, socket) as client:
+    with connected(config_file, socket) as client:
         stats = client.stats()
     tables.print_json(summary(stats)) if as_json else tables.show(*tables.status(stats))
 
@@ -120,7 +231,7 @@ def top(config_file: ConfigFile = None, socket: Socket = None) -> None:
     """Show the status live, on one screen, until Ctrl-C."""
     from vcache_backend import tables
 
-    with command.client(config_file, socket, reconnect=True) as client:
+    with connected(config_file, socket, reconnect=True) as client:
         tables.live(client)
 
 
@@ -138,7 +249,7 @@ def clear(
         raise ConfigError(
             "no offload tier: offload.policy is off; name the file that sets it with --config"
         )
-    with command.client(config_file, socket) as client:
+    with connected(config_file, socket) as client:
         typer.echo(f"{client.clear(reset=offloaded):,} chunks forgotten")
     if offloaded:
         from vcache_backend.offload import objects
@@ -154,7 +265,7 @@ def clear(
 
 
 Device = option("DEVICE", "`cuda:N`, a GPU's UUID, `host` or `host:NAME`.", "--device")
-Size = option("SIZE", "For example `64GiB`.", "--bytes", parser=command.nbytes_of)
+Size = option("SIZE", "For example `64GiB`.", "--bytes", parser=nbytes_of)
 Segment = typer.Argument(metavar="ID", help="The segment's id, as `vcache status` names it.")
 
 
@@ -173,7 +284,7 @@ def add_segment(
     # writer.
     if place.medium == "host" and nbytes > (free := config.ByteSize(devices.host_available())):
         raise SegmentError(f"--bytes {nbytes}: {free.about} of host memory are free; lend less")
-    with command.client(config_file, socket) as client, regions.create(place, int(nbytes)) as owned:
+    with connected(config_file, socket) as client, regions.create(place, int(nbytes)) as owned:
         os.close(client.add_segment(owned.info, owned.fd)[1])
         info = owned.info
     typer.echo(f"{info.id}: {config.ByteSize(info.nbytes).about} of {info.device} lent")
@@ -186,7 +297,7 @@ def drop_segment(
     """Take a segment back. Its chunks are forgotten. Its memory is freed once nobody uses it."""
     from vcache_backend.protocol.messages import SegmentId
 
-    with command.client(config_file, socket) as client:
+    with connected(config_file, socket) as client:
         chunks = client.drop_segment(SegmentId(segment))
     typer.echo(f"{segment}: {chunks:,} chunks forgotten")
 
@@ -200,7 +311,7 @@ NewFile = typer.Argument(metavar="PATH", help="The new file; must not exist. -: 
 @config_app.command("init")
 def config_init(path: Annotated[Path, NewFile] = Path("vcache.yaml")) -> None:
     """Write a commented configuration file: every key, its default and the reason to change it."""
-    package = Path(__file__).resolve().parents[1]
+    package = Path(__file__).resolve().parent
     folders = (package / "configs", package.parent / "configs")
     text = next(folder for folder in folders if folder.is_dir()).joinpath("vcache.yaml").read_text()
     if str(path) == "-":
@@ -219,7 +330,7 @@ def config_show(config_file: ConfigFile = None, socket: Socket = None) -> None:
 
     A file is checked strictly: an unknown key or an impossible value is an error that names it, its
     line, and what is possible there."""
-    values = config.dump(command.load(config_file, socket))
+    values = config.dump(load(config_file, socket))
     typer.echo(msgspec.yaml.encode(values).decode().rstrip())
 
 
@@ -244,7 +355,7 @@ def doctor(
 
     if model and sys.stderr.isatty():
         typer.echo("asking vLLM about the model, which takes some 20 s", err=True)
-    findings = diagnose(command.load(config_file, socket), model)
+    findings = diagnose(load(config_file, socket), model)
     counts = Counter(finding.status for finding in findings)
     if as_json:
         tables.print_json(plain(findings))
@@ -282,7 +393,7 @@ def prove(
     from vcache_backend import prove as proving
     from vcache_backend.status import plain
 
-    command.clean_up_if_ended()
+    clean_up_if_ended()
     asked = proving.Settings(model, share, seconds)
     proof, shown = proving.run(asked, lambda line: typer.echo(line, err=True))
     good = all(one.ok for one in shown)
@@ -294,7 +405,7 @@ def prove(
     raise typer.Exit(0 if good else 1)
 
 
-Lent = option("SIZE", "Host memory that the provider lends.", "--segment", parser=command.nbytes_of)
+Lent = option("SIZE", "Host memory that the provider lends.", "--segment", parser=nbytes_of)
 Host = option("ADDRESS", "This node's address, as other nodes reach it.")
 Port = option("PORT", "The master's port. 0: 50051, or the next free one.", min=0, max=65535)
 Master = option("HOST:PORT", "Use this master, and start none.")
@@ -314,7 +425,7 @@ def mooncake(
     writes."""
     if not host:  # with which the master would listen everywhere
         raise typer.BadParameter("Expected an address", param_hint="'--host'")
-    script = str(Path(__file__).parents[1] / "offload" / "mooncake.sh")
+    script = str(Path(__file__).parent / "offload" / "mooncake.sh")
     programs = str(Path(sys.executable).parent)
     given = [programs, str(int(nbytes)), host, str(port or ""), master, logs]
     os.execvp("bash", ["bash", script, *given])
