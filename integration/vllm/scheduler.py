@@ -418,7 +418,7 @@ class VCacheScheduler:
             # vLLM may compute the request from the start.
             tracked = self._requests[name]
             tracked.may_load = False
-            self._planner.mark_stored(tracked, 0)
+            self._planner.store_again(tracked)
             if self.publications is not None and tracked.load is not None:
                 # vLLM computes into the same blocks.
                 left = [block for block in tracked.load.blocks if block in invalid]
