@@ -192,8 +192,11 @@ class Clients:
             return
         except ProtocolError as error:
             self._refuse(connection, str(error))
-        except ConnectionError:
-            self._disconnect(connection)
+        except OSError as error:
+            if processes.is_exhausted(error):
+                self._refuse(connection, f"the server has no descriptors left (ulimit -n): {error}")
+            else:
+                self._disconnect(connection)
         except Exception:
             log.exception("a request of pid %d failed; it is disconnected", connection.pid)
             self._disconnect(connection)
@@ -206,6 +209,9 @@ class Clients:
             raise ConnectionResetError
         if self._receiver.too_long:
             raise ProtocolError(f"a message is longer than the limit of {m.MAX_MESSAGE_BYTES:,} B")
+        if self._receiver.lacks_fds:
+            said = "the server has no descriptors left (ulimit -n) for what pid %d sends"
+            log.warning(said, connection.pid)
         if connection.client is not None:
             connection.client.heard = time.monotonic()
         return data

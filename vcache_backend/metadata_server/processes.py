@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import resource
@@ -161,6 +162,11 @@ def raise_descriptor_limit() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft if soft != resource.RLIM_INFINITY else sys.maxsize
+
+
+def is_exhausted(error: OSError) -> bool:
+    """Whether the error says that no descriptors are left, in this process or on this machine."""
+    return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 class Watch:

@@ -22,8 +22,8 @@ from vcache_backend.errors import ProtocolError
 from vcache_backend.protocol import messages as m
 
 _FD_SPACE = socket.CMSG_SPACE(m.MAX_FDS * 4)
-_TRUNCATED = int(socket.MSG_TRUNC)
-"""A plain number: `&` with a member of the enumeration calls three Python functions a message."""
+_TRUNCATED, _LACKS_FDS = int(socket.MSG_TRUNC), int(socket.MSG_CTRUNC)
+"""Plain numbers: `&` with members of the enumeration calls three Python functions a message."""
 
 _encoder = msgspec.msgpack.Encoder()
 request_decoder = msgspec.msgpack.Decoder(m.AnyRequest)
@@ -47,11 +47,12 @@ def encode(message: m.Request | m.Reply) -> bytes:
 class Receiver:
     """Receives from many sockets into one buffer, without allocating. One thread at a time.
 
-    too_long: the last message was longer than MAX_MESSAGE_BYTES, and is cut. reset: the peer has
-    closed its socket, and has not read the last message sent to it."""
+    lacks_fds: the last message had more fds than this process had free descriptors. too_long: the
+    message was longer than MAX_MESSAGE_BYTES, and is cut. reset: the peer has closed its socket,
+    and has not read the last message sent to it."""
 
     def __init__(self) -> None:
-        self.too_long = self.reset = False
+        self.lacks_fds = self.too_long = self.reset = False
         self._buffer = bytearray(m.MAX_MESSAGE_BYTES)
         self._view = memoryview(self._buffer)
 
@@ -69,7 +70,7 @@ class Receiver:
         except ConnectionResetError:  # raised once, before the peer's last message can be read
             self.reset = True
             size, ancillary, flags, _address = sock.recvmsg_into(*given)
-        self.too_long = flags & _TRUNCATED != 0
+        self.lacks_fds, self.too_long = flags & _LACKS_FDS != 0, flags & _TRUNCATED != 0
         if not ancillary:
             return self._view[:size], []
         fds = array("i")
