@@ -102,7 +102,7 @@ def test_a_writer_lives_on_where_descriptors_are_too_few_to_look(stage_: Stage, 
     """
     server = stage_.server(reservation_seconds=0.3)
     writer = stage_.raw()
-    assert writer.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(memfd,))[0] == "added"
+    assert writer.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(memfd,))[0] == "count"
     assert writer.ask("reserve", [A, B, C, D], KIB)[1]
     used = server.descriptors()
     first, second = [number for number in range(max(used) + 3) if number not in used][:2]
@@ -150,7 +150,7 @@ def test_a_segment_for_which_descriptors_are_too_few_is_added_once_there_are_eno
     request = ["add_segment", "s0", "host", "host", 4 * KIB, again]
     for limit in free:
         server.descriptors(limit=limit)
-        if raw.ask(*request, fds=(memfd, table)[: 1 + again])[0] == "added":
+        if raw.ask(*request, fds=(memfd, table)[: 1 + again])[0] == "count":
             break
         refused += 1
         server.descriptors(limit=1000)

@@ -50,7 +50,7 @@ def raw(stage_: Stage) -> Raw:
 @pytest.fixture
 def worker(raw: Raw, memfd: int) -> Raw:
     """A connection on whose node one host segment has room for four chunks of 1 KiB."""
-    assert raw.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(memfd,)) == ["added", 0]
+    assert raw.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(memfd,)) == ["count", 0]
     return raw
 
 

@@ -1,17 +1,19 @@
-"""The pool's room: where chunks go, which leave first. What always holds,
-in any order of events, is in test_directory.py."""
+"""The pool's room: where chunks go, which leave first. What always holds, in
+any order of events, is in test_directory.py."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable
 
 import msgspec
+import pytest
 from model import FakeClock, chunk_key
 
 from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.processes import Peer, ProcessId
-from vcache_backend.metadata_server.slots import SlotRegion
+from vcache_backend.metadata_server.slots import SLABS, SlotRegion
 from vcache_backend.protocol import messages as m
 
 KIB = 1 << 10
@@ -121,3 +123,73 @@ def test_a_write_in_two_segments_loses_what_lies_in_the_one_that_is_dropped() ->
     pool.directory.drop(m.SegmentId("s"))
     assert pool.directory.commit(ME, reserved.reservation) == []
     assert pool.store(*range(4)) == ["t", "t", m.Refusal.FULL, m.Refusal.FULL]
+
+
+def test_a_table_that_comes_after_a_reset_brings_only_later_chunks() -> None:
+    pool = Pool()
+    pool.add("s", 4 * KIB)
+    pool.store(0, 1)
+    pool.clock.advance(1)
+    pool.restart()
+    pool.directory.clear(chunk_key(0)[: m.NAMESPACE_BYTES], reset=True)
+    pool.add("s", 4 * KIB)
+    assert pool.store(2) == ["s"]
+    assert pool.here(0, 1, 2) == [2]
+
+
+# ---- chunks of other sizes and memory, and pinned ones
+
+MANY = 5000
+
+
+def pinned(pool: Pool) -> int:
+    pool.add("s", MANY * 256)
+    for first in range(0, MANY, 1000):
+        pool.store(*range(first, first + 1000), nbytes=256)
+    for first in range(0, 4000, 1000):
+        pool.directory.pin([chunk_key(first + number) for number in range(1000)], 60.0)
+    pool.directory.touch([chunk_key(number) for number in range(4000, MANY)])
+    return 256
+
+
+def in_other_memory(pool: Pool) -> int:
+    pool.add("host", MANY * 256, medium="host")
+    for first in range(0, MANY, 1000):
+        on_host = msgspec.structs.replace(ME, medium="host")
+        pool.store(*range(first, first + 1000), nbytes=256, client=on_host)
+    pool.add("s", 100 * 256)
+    pool.store(*range(MANY, MANY + 100), nbytes=256)
+    return 256
+
+
+def in_slabs_that_are_too_small(pool: Pool) -> int:
+    pool.add("s", 64 * 4096)
+    pool.store(*range(100), nbytes=256)
+    return 4 * 4096
+
+
+@pytest.mark.parametrize("fill", [pinned, in_other_memory, in_slabs_that_are_too_small])
+def test_chunks_that_stay_keep_no_younger_one_from_eviction(fill: Callable[[Pool], int]) -> None:
+    pool = Pool()
+    nbytes = fill(pool)
+    done = [pool.store(2 * MANY + number, nbytes=nbytes) == ["s"] for number in range(40)]
+    assert sum(done) >= 38, "one or two searches end behind some of them"
+
+
+def test_a_segment_full_of_tiny_chunks_has_room_for_large_ones_later() -> None:
+    """Its table has no more slabs, and a slab's place never changes."""
+    pool, nbytes = Pool(), 1 << 33
+    pool.add("s", nbytes)
+    while pool.directory.regions[0].cut(256) is not None:
+        pass
+    assert pool.store(*range(64), nbytes=nbytes // SLABS).count("s") == SLABS
+
+
+@pytest.mark.parametrize("nbytes", [128, 4096])
+def test_what_is_free_has_room_for_chunks_of_any_size(nbytes: int) -> None:
+    """Chunks of another size were there, and none is any more that could be evicted."""
+    pool = Pool()
+    pool.add("s", 32 * 4096)
+    assert pool.store(*range(64), nbytes=2048) == ["s"] * 64
+    pool.directory.clear(b"")
+    assert pool.store(*range(100, 132), nbytes=nbytes) == ["s"] * 32

@@ -45,19 +45,15 @@ class MonitorProcess:
 
     def tick(self) -> None:
         """Start the process if it does not run. Called in every tick of the server."""
-        if time.monotonic() < self._again_at:
-            return
-        status = None if self._process is None else self._process.poll()
-        if self._process is not None and status is None:
+        now, before = time.monotonic(), self._process
+        if now < self._again_at or (before is not None and before.poll() is None):
             return
         pause = self._pauses.next()
-        if self._process is not None:
-            said = (
-                "server.metrics: its process ended with %d; it is started again now, and after %g s"
-            )
-            log.error(said, status, pause)
+        self._again_at = now + pause
+        if before is not None:
+            again = f"it is started again now, and after {pause:g} s"
+            log.error("server.metrics: its process ended with %d; %s", before.returncode, again)
             self.close()
-        self._again_at = time.monotonic() + pause
         try:
             # The monitor ends when this pipe closes, and so when this process ends in any way.
             self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE)

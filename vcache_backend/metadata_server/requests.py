@@ -193,7 +193,7 @@ class Service:
                 known = f"{was.nbytes:,} B of {was.medium} on {was.device}"
                 what = f"{nbytes:,} B of {info.medium} on {info.device}"
                 raise Refused(f"segment {id_} is {known}, not {what}")
-            return m.Added(0), region.fds[1:]
+            return m.Count(0), region.fds[1:]
         if len(self.directory.regions) >= m.MAX_SEGMENTS:
             raise Refused(f"{m.MAX_SEGMENTS} segments are there, the most there can be")
         if self._spare() <= 1:
@@ -210,7 +210,7 @@ class Service:
             raise Refused(f"segment {id_}, its table: {why}") from error
         region.fds.insert(0, Descriptor(fds.pop(0)))
         client.claimed = 0
-        return m.Added(self.directory.add(region)), region.fds[1:]
+        return m.Count(self.directory.add(region)), region.fds[1:]
 
     def _open_segment(self, id_: m.SegmentId) -> Answer:
         region = self.directory.region(id_)

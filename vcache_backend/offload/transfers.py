@@ -34,9 +34,6 @@ from vcache_backend.vram_pool.pool import Pool
 
 log = logging.getLogger(__name__)
 
-DROPPED = ("backlog", "down", "gone", "full", "failed")
-"""The reasons why a chunk was not written."""
-
 
 # ---- buffers
 

@@ -125,8 +125,8 @@ class Client(Channel):
         request = m.AddSegment(info.id, info.device, info.medium, info.nbytes, table is not None)
         fds = [fd] if table is None else [fd, table]
         seconds = self._config.control_seconds
-        added, got = self._open(request, m.Added, lambda added: 1, seconds, fds)
-        return added.chunks, got[0]
+        added, got = self._open(request, m.Count, lambda added: 1, seconds, fds)
+        return added.count, got[0]
 
     def open_segment(self, id_: m.SegmentId) -> tuple[m.SegmentInfo, int, int]:
         """Open a segment. Returns its fd and its table's fd, which the caller closes."""

@@ -373,7 +373,8 @@ class Hello(Request, frozen=True, tag="hello"):
 
 
 class AddSegment(Request, frozen=True, tag="add_segment"):
-    """Register a segment by its fd → `Added`.
+    """Register a segment by its fd → `Count` of chunks of before a restart, with the fd of the
+    segment's table: keep it, to map (`GenerationView.of_segment`) and to show to the next server.
 
     `again`: an earlier server had the segment; the fd of its table comes along as a second fd.
     Refused while that server has not ended, and for good once the table is dead."""
@@ -620,13 +621,6 @@ class Error(Reply, frozen=True, tag="error"):
 
     message: str
     fatal: bool = False
-
-
-class Added(Reply, frozen=True, tag="added"):
-    """The segment is in the pool, and brings `chunks` of before a restart. The fd of its table
-    comes along: keep it, to map (`GenerationView.of_segment`) and to show to the next server."""
-
-    chunks: int
 
 
 class Opened(Reply, frozen=True, tag="opened"):
