@@ -173,6 +173,8 @@ class SlotMachine(RuleBasedStateMachine):
         self.tokens = self.ids = 0
         self.over = set[int]()
         """Numbers of writes that have ended, as their writers have said."""
+        self.early = set[int]()
+        """Of these, those whose tables had yet to come: only the server that heard it knows."""
         self.epochs: dict[ChunkKey, int] = {}
         """What clients have heard."""
 
@@ -340,6 +342,8 @@ class SlotMachine(RuleBasedStateMachine):
         if client is not None:
             freed, here = self.directory.abort(client, mine[0].number), list(map(self.owned, mine))
             assert here.count(True) <= freed <= len(mine)
+            if not all(here):
+                self.early.add(mine[0].number)
             self.finished(mine[0].number, committed=False)
 
     def speaker(self, number: int) -> tuple[Peer | None, list[Writing]]:
@@ -489,6 +493,7 @@ class SlotMachine(RuleBasedStateMachine):
             assert self.directory.epoch([key]) >= epoch, "a reset was forgotten"
         self.away = sorted(self.memory)
         self.pinned.clear()
+        self.over -= self.early
         for one in self.writes:
             one.void = True
         self.clients = [
