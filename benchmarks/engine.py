@@ -23,7 +23,6 @@ from .copies import engine_seconds
 from .processes import metadata_server
 from .results import Row, row
 
-RUNS = 30
 BLOCK_SIZE = 16
 TOKENS, CHUNK_TOKENS, LAYERS = 4096, 256, 32
 
@@ -56,7 +55,7 @@ def run() -> list[Row]:
         writer.store(tokens, None, stored, slots)
         if not writer.flush(30) or reader.lookup(tokens) != len(tokens):
             raise RuntimeError(f"the chunks were not stored: {writer.get_stats()}")
-        for _ in range(RUNS + 1):
+        for _ in range(31):
             with torch.cuda.device("cuda:0"):
                 copies = [1e3 * engine_seconds(copy) for _ in range(3)]
             plain.append(statistics.median(copies))

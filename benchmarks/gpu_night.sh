@@ -64,6 +64,7 @@ case ${1:?"see the top of $0"} in
       [ -f "$first" ] && [ -f "${first%.0}.1" ] && cat "$first" "${first%.0}.1" | tar xJ -C "$site" && rm "$first" "${first%.0}.1"
     done
     setsid nohup python3 -m compileall -q -j 8 "$site" > /dev/null 2>&1 < /dev/null &
+    PYTHONPATH=$site setsid nohup python3 -c 'import vllm.entrypoints.openai.api_server' > /dev/null 2>&1 < /dev/null &
     echo "== unpacked; in $site/vllm: $(cd "$site/vllm" 2> /dev/null && echo *.so vllm_flash_attn/*.so)"
     exit ;;
   room)

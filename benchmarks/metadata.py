@@ -117,7 +117,7 @@ def _in_place() -> tuple[float, list[float]]:
             size = m.HASH_BYTES
             packed = part.tobytes(), table.counters[part].tobytes()
             some = hashes[first * size : (first + RUN) * size]
-            runs.append(m.BlockRun(0, first, some, *packed))
+            runs.append(m.BlockRun(first, *packed, 0, some))
         assert client.publish(m.Publish(instance, 0, runs)) == BLOCKS
         per_block = (client.stats().rss_bytes - empty) / BLOCKS
         times = []

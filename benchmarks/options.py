@@ -14,9 +14,6 @@ from typing import NoReturn
 
 from .results import Clock, Report
 
-GRACE = 20
-"""Seconds after the deadline at which whatever still runs is ended. The rows so far are kept."""
-
 
 class Measurement:
     """A measurement of vLLM that runs: its time, its rows, the folder of its logs. Parts that fail
@@ -30,7 +27,8 @@ class Measurement:
         self.clock, self._failed = Clock(options.seconds), list[str]()
         for number in (signal.SIGTERM, signal.SIGALRM):
             signal.signal(number, _end)
-        signal.alarm(int(options.seconds) + GRACE)
+        # What still runs by then is ended. The rows so far are kept.
+        signal.alarm(int(options.seconds) + 20)
         self.folder: Path = options.logs or Path(tempfile.mkdtemp(prefix="vcache-logs-"))
         self.folder.mkdir(parents=True, exist_ok=True)
         print(f"logs in {self.folder}", flush=True)

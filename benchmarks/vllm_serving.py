@@ -60,9 +60,8 @@ WARM_SECONDS, LOAD_SECONDS, LEAST_SECONDS = 60.0, 300.0, 20.0
 """When the warm-up and a phase are cut: what is not answered by then is an error. With less left
 than the last, no workload is begun.
 """
-SETTLES, HEARD = 0.5, 2.5
-"""Seconds after a warm-up round or a reset: what it left is stored in the background, and all have
-heard of it."""
+SETTLES = 0.5
+"""Seconds after a warm-up round or a reset: what it left is stored in the background."""
 PLANNED = tuple(
     name for name in Plan.__struct_fields__ if name not in ("vocabulary", "block", "warm")
 )
@@ -161,7 +160,7 @@ def _run(arm: Arm, servers: Servers, load: Workload, made: Measurement) -> Figur
     step = Request(tokens=np.full(8, FIRST, np.uint32), output=1).made(MODEL)
     asyncio.run(send([step] * 2 * len(servers.ports), servers.ports, 1, WARM_SECONDS))
     # A server that only computes prompts hears of the others' resets with its next heartbeat.
-    time.sleep(HEARD if servers.apart else SETTLES)
+    time.sleep(2.5 if servers.apart else SETTLES)
     with way(arm, servers, made.folder) as ports:
         found = _answered(ports, load, made.clock, servers)
     print(

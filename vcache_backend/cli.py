@@ -360,13 +360,7 @@ def doctor(
     if as_json:
         tables.print_json(plain(findings))
     else:
-        rows = [
-            (tables.level(one.status), one.check, f"{one.detail}\n→ {one.advice}".rstrip("\n→ "))
-            for status in ("fail", "warn", "ok")
-            for one in findings
-            if one.status == status
-        ]
-        tables.show(tables.table(None, ("", "check", "~finding → what to do"), rows))
+        tables.show(tables.findings(findings))
         total = f"{len(findings)} finding{'s' * (len(findings) > 1)}"
         typer.echo(f"{total}: {counts['fail']} fail, {counts['warn']} warn")
     if counts["fail"]:
@@ -396,12 +390,12 @@ def prove(
     clean_up_if_ended()
     asked = proving.Settings(model, share, seconds)
     proof, shown = proving.run(asked, lambda line: typer.echo(line, err=True))
-    good = all(one.ok for one in shown)
+    good = all(one.status == "ok" for one in shown)
     where = str(proofs.write(proof)) if good else ""
     if as_json:
         tables.print_json({"ok": good, "file": where, "proof": plain(proof), "shown": plain(shown)})
     else:
-        tables.show(*tables.shown(proof, shown, where))
+        tables.show(tables.findings(shown), *tables.proved(proof, where))
     raise typer.Exit(0 if good else 1)
 
 

@@ -73,7 +73,7 @@ def _faults(stats: m.ServerStats) -> list[str]:
     """List what keeps instances from sharing."""
     instances = stats.instances
     faults = [f"{_named(one)} {fault}" for one in instances if (fault := trouble(one))]
-    if all(segment.state != "live" for segment in stats.segments):
+    if not stats.segments:
         said = [one.text for one in stats.reports if "lends nothing to the pool: " in one.text]
         lacks = "shares through the pool, to which nobody lends memory"
         lacks += f": {said[-1]}" if said else ""

@@ -24,8 +24,8 @@ from vcache_backend.status import duration, edges, saved, state, trouble, verdic
 
 _STYLES = {"ok": "green", "warn": "yellow", "error": "bold red", "fail": "bold red"}
 if TYPE_CHECKING:
+    from vcache_backend.doctor import Finding
     from vcache_backend.protocol.client import Client
-    from vcache_backend.prove import Shown
 
 Cell = str | Text
 
@@ -64,21 +64,24 @@ def table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[Cel
     return made
 
 
-def shown(proof: Proof, rows: Sequence[Shown], file: str) -> Iterator[RenderableType]:
-    """Make the output of `vcache prove`. file: where the proof is kept; empty: there is none."""
-    cells = [
-        (level("ok" if one.ok else "fail"), one.what, f"{one.right:,} of {one.of:,}", one.more)
-        for one in rows
+def findings(found: Sequence[Finding]) -> Table:
+    """Make a row for each finding, the worst first."""
+    rows = [
+        (level(one.status), one.check, f"{one.detail}\n→ {one.advice}".rstrip("\n→ "))
+        for status in ("fail", "warn", "ok")
+        for one in found
+        if one.status == status
     ]
-    yield table(None, ("", "~what was shown", ">right", "~more"), cells)
+    return table(None, ("", "check", "~finding → what to do"), rows)
+
+
+def proved(proof: Proof, file: str) -> Iterator[Text]:
+    """Make the verdict of `vcache prove`. file: where the proof is kept; empty: there is none."""
     what = proof.combination
     how = f"vLLM {what.vllm}, torch {what.torch}, vcache {what.vcache}, "
     how += f"{what.share} on {what.device}"
-    if file:
-        yield Text(f"Proved: {how}", "bold green")
-        yield Text(file)
-    else:
-        yield Text(f"NOT proved: {how}", "bold red")
+    yield Text(f"{'Proved' if file else 'NOT proved'}: {how}", f"bold {'green' if file else 'red'}")
+    yield from [Text(file)] if file else []
 
 
 # ---- `vcache status`
@@ -118,11 +121,10 @@ def _segments(stats: m.ServerStats) -> Table:
             ByteSize(info.used).about,
             ByteSize(info.nbytes).about,
             f"{info.chunks:,}",
-            Text(info.state, style="" if info.state == "live" else "yellow"),
         )
         for info in stats.segments
     ]
-    columns = "~segment", "~device", ">full", ">used", ">size", ">chunks", "state"
+    columns = "~segment", "~device", ">full", ">used", ">size", ">chunks"
     return table("Segments", columns, rows)
 
 

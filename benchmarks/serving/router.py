@@ -17,17 +17,12 @@ from .servers import Servers, healthy
 from .systems import SYSTEMS
 
 POLICIES = "turn", "cache_aware", "power_of_two"
-THRESHOLD = 64
-"""Of `cache_aware` by default: it sends a request to the server with its prefix, unless that has so
-many requests more than the other one. `power_of_two` asks two servers, and looks at that alone.
-"""
-RELATIVE = 1.1
-"""And so many times as many."""
-START_SECONDS = 40.0
 
 
 class Arm(NamedTuple):
-    """A system, and the policy that distributes its requests. threshold: of `cache_aware`."""
+    """A system, and the policy that distributes its requests. threshold: of `cache_aware`, which
+    sends a request to the server with its prefix, unless that has so many requests more than the
+    other one, and 1.1 times as many. `power_of_two` asks two servers, and looks at that alone."""
 
     system: str
     policy: str
@@ -42,7 +37,7 @@ class Arm(NamedTuple):
             raise ValueError(f"no arm {text}; {', '.join(SYSTEMS)} : {', '.join(POLICIES)}")
         if (SYSTEMS[system].ranks or SYSTEMS[system].apart) and match[1] != "turn":
             raise ValueError(f"no arm {text}: nothing is distributed among equal servers")
-        return cls(system, match[1], int(match[2] or THRESHOLD))
+        return cls(system, match[1], int(match[2] or 64))
 
     @property
     def name(self) -> str:
@@ -72,9 +67,9 @@ def way(arm: Arm, servers: Servers, folder: Path) -> Iterator[list[int]]:
     arguments = ["--host", HOST, "--port", str(port), "--prometheus-port", str(metrics)]
     arguments += ["--policy", arm.policy, "--worker-urls", *urls]
     arguments += ["--balance-abs-threshold", str(arm.threshold)]
-    arguments += ["--balance-rel-threshold", str(RELATIVE)]
+    arguments += ["--balance-rel-threshold", "1.1"]
     log = folder / f"router_{arm.name}.log"
     command = module("vllm_router.launch_router", *arguments)
     with Program(f"router {arm.name}", command, log) as router:
-        router.until(partial(healthy, port), START_SECONDS)
+        router.until(partial(healthy, port), 40.0)
         yield [port]

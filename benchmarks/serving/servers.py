@@ -23,11 +23,6 @@ from ..vllm.instances import GIB
 from ..vllm.settings import ENVIRONMENT, environment, lmcache_server
 from .systems import SYSTEMS, Sizes, mooncake_peer, serve_arguments
 
-START_SECONDS = 300.0
-END_SECONDS = 20.0
-RESET_SECONDS = 10.0
-CALL_SECONDS = 10.0
-
 
 class Servers:
     """Starts at once; `wait` until they answer.
@@ -63,6 +58,7 @@ class Servers:
                 server = metadata_server(folder / f"{name}_server.log", **ENVIRONMENT)
                 self._socket = undo.enter_context(server)
             theirs = free_ports(2)
+            self._http = theirs[1]
             if self._lmcache:
                 log, size = folder / f"{name}_lmcache.log", (sizes.host_bytes, sizes.instances)
                 told = log, theirs, sizes.scale.chunk, *size, SYSTEMS[name].lmcache
@@ -84,11 +80,15 @@ class Servers:
         self._undo.close()
 
     def wait(self, seconds: float) -> float:
-        """Until all are healthy, at most so long from now; the seconds since their start. Raises
-        ChildFailed for a process that ended or is late, or if LMCache is slow for want of shared
-        memory.
+        """Until all are healthy, at most so long from now, and 300 s from their start; the seconds
+        since then. Raises ChildFailed for a process that ended or is late, or if LMCache is slow
+        for want of shared memory.
         """
-        until_then = min(time.monotonic() + seconds, self._started + START_SECONDS)
+        until_then = min(time.monotonic() + seconds, self._started + 300.0)
+        for server in self._theirs:
+            # vLLM's would wait for one that has ended.
+            up = partial(healthy, self._http, "/healthcheck")
+            server.until(up, until_then - time.monotonic())
         for program, port in zip(self._servers, self.ports, strict=True):
             program.until(partial(healthy, port), until_then - time.monotonic())
         for server in self._theirs:
@@ -103,7 +103,7 @@ class Servers:
         has = str(bool(self._share or self._lmcache)).lower()
         path = f"/reset_prefix_cache?reset_external={has}"
         for port in self.ports:
-            if not until(partial(_reset, port, path), RESET_SECONDS, 0.2):
+            if not until(partial(_reset, port, path), 10.0, 0.2):
                 raise ChildFailed(f"{self.name} does not reset its caches; {self.said()}")
         if self._share:
             with Client(self._socket, PATIENT, reconnect=False) as client:
@@ -135,14 +135,14 @@ class Servers:
         """SIGTERM first: a server then gives back what it has in `/dev/shm` and on the GPU."""
         for server in self._servers:
             server.signal(signal.SIGTERM)
-        until(lambda: not any(server.alive for server in self._servers), END_SECONDS, 0.1)
+        until(lambda: not any(server.alive for server in self._servers), 20.0, 0.1)
         for server in self._servers:
             server.kill()
 
 
-def healthy(port: int) -> bool:
+def healthy(port: int, path: str = "/health") -> bool:
     try:
-        _get(port, "/health")
+        _get(port, path)
     except OSError:
         return False
     return True
@@ -155,6 +155,6 @@ def _reset(port: int, path: str) -> bool:
 
 def _get(port: int, path: str, data: bytes | None = None) -> bytes:
     """data: POST it."""
-    with urllib.request.urlopen(f"http://{HOST}:{port}{path}", data, timeout=CALL_SECONDS) as reply:
+    with urllib.request.urlopen(f"http://{HOST}:{port}{path}", data, timeout=10.0) as reply:
         body: bytes = reply.read()
     return body

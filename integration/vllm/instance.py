@@ -12,8 +12,7 @@ from typing import Any
 
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import start
-from vcache_backend.protocol.channel import Standing
-from vcache_backend.protocol.client import Client
+from vcache_backend.protocol.client import Client, Standing
 from vcache_backend.protocol.messages import Join
 from vcache_backend.resident.mappings import Tables
 from vcache_backend.transfer.outbox import Outbox

@@ -14,10 +14,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, NamedTuple
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorMetadata,
-    KVConnectorRole,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiConnector,
     MultiKVConnectorMetadata,
@@ -293,31 +290,24 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
         if output.invalid_block_ids and self._ours.off and self._pool is not None:
             # vLLM leaves them in its prefix cache, though their request may be aborted.
             self._pool.evict_blocks({*range(self._pool.num_gpu_blocks)})
-        output.finished_recving = set(filter(self._received, output.finished_recving or ()))
-        output.finished_sending = set(filter(self._sent, output.finished_sending or ()))
+        loaded, sent = output.finished_recving or (), output.finished_sending or ()
+        output.finished_recving = {name for name in loaded if self._heard(name, load=True)}
+        output.finished_sending = {name for name in sent if self._heard(name, load=False)}
 
-    def _received(self, name: str) -> bool:
-        """Whether vLLM is to hear that the request's load is over."""
+    def _heard(self, name: str, load: bool) -> bool:
+        """Note the report that the request's load is over, or that its blocks are free. Whether
+        vLLM is to hear of it: the last of both that it waits for."""
         state = self._requests.get(name)
-        if state is None or not state.loading:
+        if state is None or not (state.loading if load else state.holds and not state.sent):
             return False
-        state.loading = False
-        return self._is_last(name, state)
-
-    def _sent(self, name: str) -> bool:
-        """Whether vLLM is to hear that the finished request's blocks are free."""
-        state = self._requests.get(name)
-        if state is None or not state.holds or state.sent:
-            return False
-        state.sent = True
-        return not state.loading and self._is_last(name, state)
-
-    def _is_last(self, name: str, state: RequestState) -> bool:
-        if state.holds and not state.sent:
-            return False
-        if state.over:
+        if load:
+            state.loading = False
+        else:
+            state.sent = True
+        last = not state.loading and (state.sent or not state.holds)
+        if last and state.over:
             del self._requests[name]
-        return True
+        return last
 
     # ---- in a worker
 
@@ -327,12 +317,11 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
         for child in (*self._others, self._ours):
             child.register_kv_caches(kv_caches)
 
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         self._learn(kv_connector_metadata)
         super().handle_preemptions(kv_connector_metadata)
 
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        assert isinstance(connector_metadata, JointMetadata)
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
         self._learn(connector_metadata)
         self._filling = {}
         for name, load in connector_metadata.loads.items():
@@ -371,24 +360,21 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
 
     @guarded(answer(None))
     def _take_all(self, finished: set[str]) -> None:
+        """Take each connector's reports of what it loads and of the blocks that it holds."""
         for number, child in enumerate(self._connectors):
             own = {name for name, load in self._running.items() if load.child == number}
-            self._take(number, child, own, finished)
-
-    def _take(self, number: int, child: Any, own: set[str], finished: set[str]) -> None:
-        """Take a connector's reports. own: the requests that it loads."""
-        off = self._off(number)
-        found = (child.poll if number else child.get_transfer_results)(finished)
-        over = own & (found.finished_recving | found.failed_recving)
-        self._failed |= own if off else own & found.failed_recving
-        self._note_invalid(number, child.get_block_ids_with_load_errors())
-        # LMCache may report one of both for a request that was aborted during its load.
-        told = found.finished_sending | over
-        if off and monotonic() > child.off_at + PATIENCE_SECONDS:
-            over, told = own, self._held.keys()
-        self._over |= over
-        for name in told & self._held.keys():
-            self._held[name].discard(number)
+            off = self._off(number)
+            found = (child.poll if number else child.get_transfer_results)(finished)
+            over = own & (found.finished_recving | found.failed_recving)
+            self._failed |= own if off else own & found.failed_recving
+            self._note_invalid(number, child.get_block_ids_with_load_errors())
+            # LMCache may report one of both for a request that was aborted during its load.
+            told = found.finished_sending | over
+            if off and monotonic() > child.off_at + PATIENCE_SECONDS:
+                over, told = own, self._held.keys()
+            self._over |= over
+            for name in told & self._held.keys():
+                self._held[name].discard(number)
 
     def _off(self, number: int) -> bool:
         """Whether a connector does not load what the scheduler has it load."""

@@ -127,7 +127,7 @@ class Publications:
         be published once they are written."""
         generation = self.generations.filled(numbers).to_bytes(GENERATION_BYTES, "little")
         packs = array(NUMBERS, numbers).tobytes(), generation * len(numbers)
-        return BlockRun(table, first, hashes, *packs)
+        return BlockRun(first, *packs, table, hashes)
 
     def on_load(self, tracked: Tracked) -> None:
         """Note that all blocks of a load have generations."""
@@ -226,7 +226,7 @@ class Publications:
                     # Another connector's load, or an answer.
                     waits = run.request.num_output_tokens > 0 or stop * scale <= state.supplied
                     told = later if waits else soon
-                    told.append(made if count == length else made.cut(0, count))
+                    told.append(made if count == length else made.cut(run.first, run.first + count))
         self._cached = kept
         while self._tails:
             tracked = self._tails.pop()

@@ -11,7 +11,7 @@ from test_status import ONE, STATS, UUID, text_of
 from vcache_backend import status, tables
 from vcache_backend.proofs import Combination, Proof
 from vcache_backend.protocol import messages as m
-from vcache_backend.prove import Shown
+from vcache_backend.prove import shown
 
 
 def test_instances_that_share_in_place_fit_into_eighty_columns() -> None:
@@ -37,9 +37,9 @@ def test_what_was_proved_fits_into_eighty_columns(
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
     made = Combination(vllm="0.99.0", torch="2.13.0+cpu", device="cpu", share="in_place")
-    proof, rows = Proof(combination=made, date="2026-12-01", model=""), [Shown("hits", 23, 24, "x")]
+    proof, rows = Proof(combination=made, date="2026-12-01", model=""), [shown("hits", 23, 24, "x")]
     for file, verdict in (("/f.json", "Proved: "), ("", "NOT proved: ")):
-        tables.show(*tables.shown(proof, rows, file))
+        tables.show(tables.findings(rows), *tables.proved(proof, file))
         said = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
         assert max(map(len, said.splitlines())) <= 80
         assert f"{verdict}vLLM 0.99.0, torch 2.13.0+cpu, vcache " in said

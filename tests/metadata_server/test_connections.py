@@ -5,6 +5,7 @@ them.
 from __future__ import annotations
 
 import select
+import signal
 import socket
 import struct
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from model import chunk_key
 from processes import SECONDS, Child, Raw, Stage, eventually, running, stage
 
+from vcache_backend.log_format import LineLimit
 from vcache_backend.metadata_server import processes
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol import sockets
@@ -36,7 +38,7 @@ REQUESTS += [
     m.Join(INSTANCE, b"namespac", 64, 2, 4, [m.BlockTable("full"), m.BlockTable("window", 1, 9)])
 ]
 REQUESTS += [m.ShowCache(INSTANCE, 1, SHAPE), m.OpenInstance(INSTANCE), m.OpenCache(INSTANCE, 1)]
-RUN = m.BlockRun(1, 3, bytes(16), bytes(4), bytes(8))
+RUN = m.BlockRun(3, bytes(4), bytes(8), 1, bytes(16))
 REQUESTS += [m.Publish(INSTANCE, 1, [RUN], 9)]
 REQUESTS += [m.Find(b"namespac", bytes(64), 2, 3, 2, INSTANCE)]
 REQUESTS += [m.Promise(7, [A], 2, b"a" * 16, 3, 0.01, 0.25)]
@@ -250,3 +252,20 @@ def test_one_client_more_than_there_are_descriptors_for_is_turned_away_with_a_re
         assert third.closed()
         first.close()
         eventually(lambda: alone.raw(hello=False).hello({})[0] == "welcome")
+
+
+def test_clients_that_connect_in_a_loop_do_not_fill_the_log(alone: Stage) -> None:
+    server, lines = alone.server(), LineLimit.LINES
+    layout = {"model": "m", "namespace": "aa", "field": "x"}
+    alone.raw(hello=False).hello(layout)
+    for number in range(lines // 3):
+        with Raw(alone.path, hello=False) as raw:
+            other = layout | {"namespace": str(number), "field": str(number)}
+            assert raw.hello(other)[0] == "welcome"
+            raw.ask("report", "info", f"{number} " + "x" * 1000)
+            raw.send_bytes(BAD)
+            assert raw.closed()
+        server.said()
+    server.signal(signal.SIGTERM)
+    _, said = server.wait()
+    assert lines - 10 < said.count("\n") < lines + 30

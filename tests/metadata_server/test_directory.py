@@ -24,7 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from model import FakeClock, chunk_key, pattern, room_of
 
 from vcache_backend.metadata_server import slots
-from vcache_backend.metadata_server.directory import Backlog, Directory
+from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.processes import Peer, ProcessId
 from vcache_backend.metadata_server.resets import Resets
 from vcache_backend.metadata_server.room import Room
@@ -141,7 +141,7 @@ class Reading:
     half: list[bytes] = field(default_factory=list)
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        slots = memoryview(self.run.slots).cast("I")
+        slots = memoryview(self.run.blocks).cast("I")
         for slot, size in zip(slots, self.sizes, strict=True):
             yield self.run.offset + (slot - self.run.base) * self.run.slot_bytes, size
 
@@ -179,10 +179,7 @@ class SlotMachine(RuleBasedStateMachine):
         """What clients have heard."""
 
     def serve(self) -> None:
-        self.backlog = Backlog()
-        self.patch.setattr(self.backlog, "AT_ONCE", 2)
-        more = self.resets, self.keep
-        self.directory = Directory(self.clock, SECONDS, self.backlog, Counter(), *more)
+        self.directory = Directory(self.clock, SECONDS, Counter(), self.resets, self.keep)
 
     def keep(self, resets: Resets) -> None:
         Life.store()
@@ -201,7 +198,6 @@ class SlotMachine(RuleBasedStateMachine):
     @rule(name=st.sampled_from(list(SEGMENTS)))
     def offer_new(self, name: str) -> None:
         if name not in self.memory:
-            self.backlog.run(1 << 30)  # until an earlier segment of this name is gone
             self.memory[name] = bytearray(SEGMENTS[name])
             region = SlotRegion.create(described(name))
             self.fds[name] = os.dup(region.fds[-1].fd)
@@ -213,12 +209,6 @@ class SlotMachine(RuleBasedStateMachine):
     def offer_again(self, pick: int) -> None:
         name = self.away.pop(pick % len(self.away))
         self.use(SlotRegion.take_over(described(name), self.fds[name]))
-        self.follow(may_go=set(KEYS))
-
-    @rule(steps=st.integers(1, 400))
-    def later_turns(self, steps: int) -> None:
-        """The server goes on with what was too long for one turn."""
-        self.backlog.run(steps)
         self.follow(may_go=set(KEYS))
 
     def use(self, region: SlotRegion) -> None:
@@ -295,9 +285,8 @@ class SlotMachine(RuleBasedStateMachine):
             self.commit(-1)
 
     def owned(self, write: Writing) -> bool:
-        """Whether the server has read the slot in its table."""
-        region = self.directory.region(SegmentId(write.segment))
-        return region is not None and region.rebuilt
+        """Whether the server has the slot's table."""
+        return self.directory.region(SegmentId(write.segment)) is not None
 
     def check_alone(self, new: Writing) -> None:
         """Nobody else may write there, and no reader be shown what was there."""
@@ -394,7 +383,6 @@ class SlotMachine(RuleBasedStateMachine):
         living = {one.process for one in (*self.clients, *self.writes)}
         for process in {one.process for one in self.directory.quarantined()} - living:
             self.directory.process_gone(process)
-            self.backlog.run(1 << 30)
             self.follow(may_go=set(KEYS))
 
     @rule(seconds=st.sampled_from([0.0, 0.5, 3.0, SECONDS + 1]), tick=st.booleans())
@@ -412,11 +400,11 @@ class SlotMachine(RuleBasedStateMachine):
     def find(self, keys: list[ChunkKey], pin: float) -> None:
         until = self.clock.now + pin
         runs = self.directory.pin(keys, pin)
-        found = sum(len(run.slots) // 4 for run in runs)
+        found = sum(len(run.blocks) // 4 for run in runs)
         hits = [self.shown(key) for key in keys]
         assert found == (hits.index(False) if False in hits else len(hits))
         for run in runs:
-            mine = [self.live[key] for key in keys[run.first : run.first + len(run.slots) // 4]]
+            mine = [self.live[key] for key in keys[run.first : run.first + len(run.blocks) // 4]]
             for one in mine:
                 self.pinned[one.key] = max(until, self.pinned.get(one.key, 0.0))
             tokens, sizes = [one.token for one in mine], [one.nbytes for one in mine]
@@ -440,7 +428,7 @@ class SlotMachine(RuleBasedStateMachine):
             first + bytes(one.memory[at + size // 2 : at + size])
             for first, (at, size) in zip(halves, one.spans(), strict=True)
         ]
-        right = one.view.leading(one.run.slots, one.run.generations)
+        right = one.view.leading(one.run.blocks, one.run.generations)
         for copy, token in list(zip(got, one.expected, strict=True))[:right]:
             assert copy == pattern(token, len(copy)), "a reader believes wrong bytes"
 
@@ -544,7 +532,6 @@ class SlotMachine(RuleBasedStateMachine):
             self.offer_again(0)
         if committing is not None:
             self._offer_all(committing)
-        self.backlog.run(1 << 30)
         gone = {key for key in pins if pins[key] > self.clock.now and not self.has(key)}
         assert may_go is not None or not gone & self.live.keys()
         self.follow(may_go=set(KEYS))
@@ -554,7 +541,6 @@ class SlotMachine(RuleBasedStateMachine):
         for name in self.away:
             self.use(SlotRegion.take_over(described(name), self.fds[name]))
         self.away = []
-        self.backlog.run(1 << 30)
         for one in committing:
             write = self.directory.writes.get(one.number)
             void = write.places.values() if write is not None else ()
@@ -591,7 +577,7 @@ class SlotMachine(RuleBasedStateMachine):
             del self.live[key]
 
     def lost(self, one: Writing) -> bool:
-        """Whether a chunk is not in its table any more, which may be half read."""
+        """Whether a chunk is not in its table any more."""
         region = self.directory.region(SegmentId(one.segment))
         for number, slab in enumerate(region.slabs if region is not None else ()):
             at, rest = divmod(one.offset - slab.offset, slab.slot_bytes)
@@ -622,7 +608,6 @@ class SlotMachine(RuleBasedStateMachine):
                 self.finish_reading(0)
             while self.away:
                 self.offer_again(0)
-            self.backlog.run(1 << 30)
             assert not self.over & self.directory.writes.keys()
             while self.clients:
                 self.kill_process(0)

@@ -20,11 +20,10 @@ from instance_cases import NAMESPACE, counts, instance_id, numbers, prompt
 from model import FakeClock
 from server_cases import add_region, asked
 
-from vcache_backend.metadata_server.directory import Backlog
-from vcache_backend.metadata_server.hits import MAX_LOOKS, HitSearch, needed
+from vcache_backend.metadata_server.hits import HitSearch
 from vcache_backend.metadata_server.instances import ShownPart
 from vcache_backend.metadata_server.processes import Peer, ProcessId
-from vcache_backend.metadata_server.publications import COMPARED, InstancePublications
+from vcache_backend.metadata_server.publications import InstancePublications
 from vcache_backend.metadata_server.requests import Service
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.generation_table import ForeignTable
@@ -246,11 +245,11 @@ class ResidentMachine(RuleBasedStateMachine):
                 known.content[block, known.table.filled([block])] = table, name
         told = [((table, one), block, int(counters[block])) for one, block in pairs]
         run = m.BlockRun(
-            table,
             first,
-            b"".join(one for one, _ in pairs),
             numbers(*(block for _, block in pairs)),
             counts(*(generation for _, _, generation in told)),
+            table,
+            b"".join(one for one, _ in pairs),
         )
         self.said.append((instance, rank, run, told))
         self.publish_one(*self.said[-1])
@@ -310,10 +309,6 @@ class ResidentMachine(RuleBasedStateMachine):
         for model in self.model.values():
             if kind in (None, model.kind):
                 model.told = {}
-
-    @rule(steps=st.integers(1, 20))
-    def go_on(self, steps: int) -> None:
-        self.service.backlog.run(steps)
 
     @rule()
     @precondition(lambda self: len(self.pooled) > 3)
@@ -421,7 +416,8 @@ class ResidentMachine(RuleBasedStateMachine):
         others: dict[m.InstanceId, dict[Name, set[tuple[int, int]]]],
         pooled: list[bool],
     ) -> None:
-        assert [run[:2] for run in found.residents] == sorted(run[:2] for run in found.residents)
+        spans = [(run.table, run.first) for run in found.residents]
+        assert spans == sorted(spans)
         holders: dict[tuple[int, int], list[bytes]] = {}
         for run in found.residents:
             assert 0 < run.count <= found.end // tables[run.table].scale
@@ -471,8 +467,7 @@ ResidentMachine.TestCase.settings = settings(
 class TestResidentsAgainstTheModel(ResidentMachine.TestCase):
     @pytest.fixture(autouse=True)
     def little_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What is left for later turns is left, however few blocks there are."""
-        monkeypatch.setattr(Backlog, "AT_ONCE", 1)
+        """Logs have few more places than twice their blocks."""
         monkeypatch.setattr(m, "MAX_PUBLISHED", BLOCKS)
 
 
@@ -522,9 +517,7 @@ def test_a_hit_ends_where_all_tables_have_what_it_needs(
     assert search.best(limit, [there])[0] == end
 
 
-def searched(
-    tables: list[m.BlockTable], here: Blocks, hashes: int = 100
-) -> tuple[HitSearch, InstancePublications]:
+def searched(tables: list[m.BlockTable], here: Blocks) -> tuple[HitSearch, InstancePublications]:
     """A look-up, and an instance that has published these blocks."""
     with closing(Generations(IDS[0], 64)) as table:
         join = m.Join(IDS[0], NAMESPACE, 64, 1, 4, tables)
@@ -533,31 +526,5 @@ def searched(
         for own, (number, block) in enumerate(pairs):
             name = prompt(1, (block + 1) * tables[number].scale - 1, 1)
             packs = numbers(own), counts(table.filled([own]))
-            there.publish(0, [m.BlockRun(number, block, name, *packs)])
-    return HitSearch(prompt(hashes, 0, 1), tables), there
-
-
-NEEDED = [
-    (m.BlockTable("full", 2), 8, (0, 4)),
-    (m.BlockTable("window", 2, 3), 8, (1, 4)),
-    (m.BlockTable("window", 2, 9), 8, (0, 4)),
-    (m.BlockTable("state", 2, 1), 8, (3, 4)),
-    (m.BlockTable("local", 2, 3), 8, (3, 4)),
-    (m.BlockTable("local", 2, 4), 8, (4, 4)),
-]
-
-
-@pytest.mark.parametrize(("table", "end", "blocks"), NEEDED)
-def test_what_a_hit_needs_of_a_table(
-    table: m.BlockTable, end: int, blocks: tuple[int, int]
-) -> None:
-    assert needed(table, end) == blocks
-
-
-def test_few_blocks_are_looked_for_where_few_ends_are() -> None:
-    """Retention 0: of a long prompt one window is kept."""
-    tables = [FULL, WINDOW, m.BlockTable("window", 1, 9)]
-    every = {1: set(range(9)), 2: set(range(9))}
-    search, there = searched(tables, every, 8192)
-    assert search.best(8192, [there])[0] == 9
-    assert search.left > MAX_LOOKS - 2 * 8192 // COMPARED
+            there.publish(0, [m.BlockRun(block, *packs, number, name)])
+    return HitSearch(prompt(100, 0, 1), tables), there

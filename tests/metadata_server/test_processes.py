@@ -102,7 +102,7 @@ def test_a_writer_lives_on_where_descriptors_are_too_few_to_look(stage_: Stage, 
     """
     server = stage_.server(reservation_seconds=0.3)
     writer = stage_.raw()
-    assert writer.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(memfd,))[0] == "added"
+    assert writer.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(memfd,))[0] == "count"
     assert writer.ask("reserve", [A, B, C, D], KIB)[1]
     used = server.descriptors()
     first, second = [number for number in range(max(used) + 3) if number not in used][:2]
@@ -150,31 +150,13 @@ def test_a_segment_for_which_descriptors_are_too_few_is_added_once_there_are_eno
     request = ["add_segment", "s0", "host", "host", 4 * KIB, again]
     for limit in free:
         server.descriptors(limit=limit)
-        if raw.ask(*request, fds=(memfd, table)[: 1 + again])[0] == "added":
+        if raw.ask(*request, fds=(memfd, table)[: 1 + again])[0] == "count":
             break
         refused += 1
         server.descriptors(limit=1000)
         eventually(lambda: server.descriptors() == used)
     assert 3 < refused < len(free)
     os.close(table)
-
-
-def test_without_descriptors_new_clients_wait_and_cost_nothing(stage_: Stage) -> None:
-    server = stage_.server()
-    raw = stage_.raw()
-    server.descriptors(limit=3)
-    waiting = [stage_.raw(hello=False) for _ in range(3)]
-    for one in waiting:
-        one.send("hello", m.PROTOCOL_VERSION, "host", "host", {})
-    time.sleep(0.6)
-    assert raw.ask("list_segments") == ["segments", [], None, []]
-    assert raw.ask("stats")[0] == "server_stats", "those are looked at just then"
-    server.descriptors(limit=1000)
-    assert all(one.receive()[0] == "welcome" for one in waiting)
-    server.signal(signal.SIGTERM)
-    _, said = server.wait()
-    assert said.count("no new client can connect") == 1
-    assert said.count("\n") < 10
 
 
 def test_a_process_whose_pid_another_one_has_by_now_has_ended() -> None:

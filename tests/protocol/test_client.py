@@ -30,7 +30,7 @@ def test_more_keys_than_a_request_may_have_are_sent_in_several(stage_: Stage) ->
     assert client.commit(last.reservation) == len(many) - m.MAX_KEYS
     assert client.lookup(many[::2]) == client.lookup(many[::2], ranks=2) == len(many) // 2
     assert client.contains([*many, chunk_key(1 << 60)]) == [True] * len(many) + [False]
-    assert sum(run.chunks for run in client.pin(many, 1.0).runs) == m.MAX_KEYS
+    assert sum(run.count for run in client.pin(many, 1.0).runs) == m.MAX_KEYS
     assert client.remove(many) == len(many)
 
 
@@ -40,7 +40,7 @@ def test_a_long_run_is_cut_where_it_is_cut_on_all_ranks(lost: int) -> None:
     it, or of the runs before."""
 
     def run(table: int, count: int) -> m.BlockRun:
-        return m.BlockRun(table, 7, bytes(16 * count), bytes(4 * count), bytes(8 * count))
+        return m.BlockRun(7, bytes(4 * count), bytes(8 * count), table, bytes(16 * count))
 
     most, long = m.MAX_PUBLISHED, 5000 - lost
     runs = [run(1, 700 - lost // 5), run(2, long), run(3, 0), *[run(4, 1)] * 2048]

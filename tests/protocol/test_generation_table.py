@@ -15,7 +15,7 @@ from processes import make_memfd
 
 from vcache_backend.errors import SegmentError
 from vcache_backend.protocol import generation_table
-from vcache_backend.protocol.generation_table import HEADER, MAGIC, SEALS, VERSION, mapped
+from vcache_backend.protocol.generation_table import HEADER, MAGIC, SEALS, VERSION, ForeignTable
 from vcache_backend.seals import RESIZING
 
 A, B = instance_id(1), instance_id(2)
@@ -48,7 +48,7 @@ def test_a_table_that_cannot_be_trusted_is_refused_and_leaves_nothing(
     fd = WRONG[why](tmp_path)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(SegmentError, match=f"generation table: .*{why}"):
-        mapped(fd, A, 64)
+        ForeignTable(fd, A, 64)
     assert len(os.listdir("/proc/self/fd")) <= before
     os.close(fd)
 

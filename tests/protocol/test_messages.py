@@ -32,7 +32,7 @@ def test_impossible_paces_are_refused(seconds: float) -> None:
 def test_the_largest_requests_and_answers_are_below_the_limit_of_a_message() -> None:
     far = m.Location(m.SegmentId("s" * 64), m.MAX_SEGMENT_BYTES, m.MAX_SEGMENT_BYTES)
     most, each = m.MAX_SEGMENT_BYTES, m.MAX_KEYS // m.MAX_RUNS
-    run = m.SlotRun(1 << 16, far.segment, 1 << 20, most, most, bytes(4 * each), bytes(8 * each))
+    run = m.SlotRun(1 << 16, bytes(4 * each), bytes(8 * each), far.segment, 1 << 20, most, most)
     refused = [int(m.Refusal.FULL)] * (m.MAX_KEYS - m.MAX_SLOTS)
     granted = m.Reserved(1 << 62, 30.0, [far] * m.MAX_SLOTS + refused, "x" * 256, 1 << 62)
     for largest in (m.Reserve([A] * m.MAX_KEYS, 1), granted, m.Pinned([run] * m.MAX_RUNS, 1 << 62)):

@@ -149,7 +149,7 @@ class Instance(Living):
         """Publish these blocks, the first ones of the chunks, once they are written."""
         numbers, counts = np.array(blocks, dtype="<u4"), generations.astype("<u8")
         hashes = hashes_of(keys)[: HASH_BYTES * len(blocks)]
-        run = BlockRun(0, 0, hashes, numbers.tobytes(), counts.tobytes())
+        run = BlockRun(0, numbers.tobytes(), counts.tobytes(), 0, hashes)
         self.publisher.submit([run], self.epoch, written)
 
     def close(self) -> None:

@@ -121,6 +121,8 @@ class Written(Instance):
         """What should lie in a block, by its table and the hash by which vLLM finds it."""
         self.told = dict[int, Due]()
         self.loads = list[Load]()
+        self.resets, self.epochs = 0, [self.half.publications.epoch]
+        """This instance's, and the namespace's epochs that it has heard of."""
         self.seen = Counter[str]()
         allocate = self.manager.allocate_slots
 
@@ -162,7 +164,17 @@ class Written(Instance):
     @property
     def turn(self) -> int:
         """Of resets, this instance's and those that it has heard of."""
-        return int(self.half.publications.pool.resets % STALE)
+        return (self.resets + len(self.epochs)) % STALE
+
+    def planned(self, output: Any) -> None:
+        epoch = self.half.publications.epoch
+        self.epochs += [epoch] * (epoch != self.epochs[-1])
+
+    def reset(self, everywhere: bool) -> None:
+        """vLLM refuses it where requests run. everywhere: of the namespace."""
+        self.resets += 1
+        self.scheduler.reset_prefix_cache(reset_connector=everywhere)
+        self.seen["reset"] += 1
 
     def read(self, request: Any, table: int, row: list[int], start: int) -> Any:
         """What the request's next token attends to, which is right."""
@@ -228,9 +240,12 @@ class Written(Instance):
 
     # ---- what workers do
 
-    def publish(self, specs: Sequence[PublicationSpec]) -> None:
-        """Note what should lie where, and publish it."""
-        for run in (run for spec in specs for run in spec.runs):
+    def publish(self, specs: Sequence[PublicationSpec]) -> list[int]:
+        """Note what should lie where, of what the server takes: nothing of before a reset."""
+        taken = super().publish(specs)
+        for run in (
+            run for spec, count in zip(specs, taken, strict=True) if count for run in spec.runs
+        ):
             blocks = np.frombuffer(run.blocks, dtype="<u4").tolist()
             generations = np.frombuffer(run.generations, dtype="<u8").tolist()
             for at, both in enumerate(zip(blocks, generations, strict=True)):
@@ -239,7 +254,7 @@ class Written(Instance):
                     self.told[both[0]] = Due(*both, due)
                     self.seen["published"] += 1
                     self.seen["tails"] += len(due) < self.hash_size
-        super().publish(specs)
+        return taken
 
     def check_told(self) -> None:
         """A block whose generation is as published holds what was published."""
@@ -307,7 +322,8 @@ class Written(Instance):
                 if lacking[at] and (owner.right(one) or not compares):
                     (block,) = np.frombuffer(one.blocks, dtype="<u4")
                     lies = owner.holds[block]
-                    turn = np.where(lies % 16 == owner.turn, self.turn, STALE)
+                    alike = owner.epochs[-1] == self.epochs[-1]
+                    turn = np.where(alike & (lies % 16 == owner.turn), self.turn, STALE)
                     self.holds[into[at]] = lies // 16 * 16 + turn
                     lacking[at] = False
                     copy.runs.append(one)
@@ -374,8 +390,7 @@ class Planned:
                 engine.scheduler.finish_requests(gone, RequestStatus.FINISHED_ABORTED)
                 engine.seen["aborted"] += 1
             if choice.random() < 0.004:
-                engine.scheduler.reset_prefix_cache()
-                engine.seen["reset"] += 1
+                engine.reset(everywhere=choice.random() < 0.5)
             meta = engine.step(**engine.advance(turn, self.all, compares))
             engine.seen["preempted"] += sum(one.num_preemptions for one in requests.values())
             engine.begin(meta, turn)

@@ -269,7 +269,7 @@ class Planned:
             self.step()
         raise TimeoutError(f"they do not end: {[(one.request_id, one.status) for one in asked]}")
 
-    def publish(self, specs: Sequence[PublicationSpec]) -> None:
+    def publish(self, specs: Sequence[PublicationSpec]) -> object:
         """What a step's worker publishes."""
         raise NotImplementedError
 
@@ -356,9 +356,10 @@ class Instance(Planned):
             said.setdefault("kv_connector_worker_meta", WorkerReport()).echoes |= echoes
         super().end(output, **said)
 
-    def publish(self, specs: Sequence[PublicationSpec]) -> None:
-        """A promise to compute it has come before, as where steps take longer."""
+    def publish(self, specs: Sequence[PublicationSpec]) -> list[int]:
+        """A promise to compute it has come before, as where steps take longer. Of each, how many
+        blocks the server has taken."""
         if specs:
             self.half.context.outbox.flush(PATIENT.request_seconds)
-        for spec in specs:
-            self.client.publish(Publish(self.name, 0, spec.runs, spec.epoch))
+        told = (Publish(self.name, 0, spec.runs, spec.epoch) for spec in specs)
+        return [self.client.publish(one) for one in told]

@@ -63,7 +63,7 @@ SCOPE = Scope(("",), ("boundary.py", "multi.py", "others.py"), OUTERMOST)
 """All but the layer that the cases test."""
 LAYER = (
     "__init__ stop shutdown _settled update_state_after_alloc _aggregate_request_finished "
-    "build_connector_meta update_connector_output _received _sent _is_last handle_preemptions "
+    "build_connector_meta update_connector_output _heard handle_preemptions "
     "bind_connector_metadata bind_kv_cache_manager get_transfer_results _off get_block_ids_with_load_errors"
 )
 """What vLLM hears of loads and frees beside other connectors, also if all else is off."""

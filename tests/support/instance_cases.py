@@ -89,7 +89,7 @@ def block_run(
     count = chunks * each
     blocks, generations = numbers(*range(first, first + count)), counts(*[generation] * count)
     hashes = prompt(chunks, start, each)
-    return m.BlockRun(table, start * each, hashes, blocks, generations)
+    return m.BlockRun(start * each, blocks, generations, table, hashes)
 
 
 FULL = [m.BlockTable("full")]

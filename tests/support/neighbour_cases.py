@@ -174,7 +174,7 @@ class Owner:
         self._hand_out(blocks)
         self.cache.fill(tokens, self.slots(blocks))
         ids, now = np.array(blocks, dtype=np.uint32), self._written(blocks)
-        return ResidentRun(0, 0, self.name, ids.tobytes(), now.tobytes())
+        return ResidentRun(0, ids.tobytes(), now.tobytes(), 0, self.name)
 
     def reuse(self, block: int) -> None:
         """Another request gets this block, and writes it."""

@@ -11,7 +11,6 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,10 +81,6 @@ def check(command: str, place: Place) -> None:
     rules[0](words, place)
 
 
-def _options(words: list[str]) -> list[str]:
-    return [word.partition("=")[0] for word in words if word.startswith("--")]
-
-
 # ---- ours
 
 
@@ -122,32 +117,22 @@ def _serve(words: list[str], place: Place) -> None:
         server.expect("serving")
 
 
-def _module(words: list[str], place: Place) -> None:
-    """Is there, and its package has these options: it runs for longer than a test may."""
-    name, arguments = words[2], words[3:]
-    found, top = find_spec(name), find_spec(name.partition(".")[0])
-    assert found is not None
-    assert top is not None
-    assert top.origin is not None
-    _has(Path(top.origin).parent, arguments)
-
-
-def _has(folder: Path, arguments: list[str]) -> None:
-    said = "".join(path.read_text() for path in folder.rglob("*.py"))
-    assert not [word for word in _options(arguments) if f'"{word}"' not in said]
-
-
-def _program(words: list[str], place: Place) -> None:
-    """Is there, and has these options, or the part that is named."""
-    program, *arguments = words[1:] if words[0] in ("python", "python3") else words
-    if program.startswith("examples/") and program.endswith(".py"):
-        assert (ROOT / program).exists()
-        return _has(ROOT / "examples", arguments)
-    said = (ROOT / program).read_text()
-    assert not [word for word in _options(arguments) if word not in said]
+def _ours(words: list[str], place: Place) -> None:
+    """Is there, and its folder's sources have these options, or the part that is named: it runs for
+    longer than a test may."""
+    words = words[1:] if words[0] in ("python", "python3") else words
+    name, *arguments = words[1:] if words[0] == "-m" else words
+    named = name.replace(".", "/") if words[0] == "-m" else name
+    path = ROOT / "tests" / named if named == "soak" else ROOT / named
+    assert path.exists() or path.with_suffix(".py").exists()
+    several = path if path.is_dir() else path.parent
+    sources = several.rglob("*.py") if path.suffix in ("", ".py") else [path]
+    said = "".join(one.read_text() for one in sources)
+    options = [word.partition("=")[0] for word in arguments if word.startswith("--")]
+    assert not [word for word in options if word not in said]
     plain = [word for word in arguments[:1] if re.fullmatch("[a-z]+", word)]
     knows = all(re.search(rf"\b{word}(\(\)|\))", said) for word in plain)
-    assert knows, f"{program} knows no {plain}"
+    assert knows, f"{name} knows no {plain}"
 
 
 def _make(words: list[str], place: Place) -> None:
@@ -195,7 +180,6 @@ RULES: dict[str, Callable[[list[str], Place], None]] = {
     "make ": _make,
     "pip install ": _pip,
     f"({OTHERS}) ": _there,
-    "python3? -m ": _module,
-    "(python3? )?(examples|benchmarks|scripts|tests)/": _program,
+    "(python3? )?(-m (benchmarks|soak)\\b|(examples|benchmarks|scripts|tests)/)": _ours,
 }
 """By how a command begins; the first one counts."""

@@ -157,7 +157,7 @@ class Owner(Tables):
             self.fill(table, block, 1000 * table + block)
         numbers = np.array(blocks, dtype="<u4").tobytes()
         generations = self.table.counters[list(blocks)].astype("<u8").tobytes()
-        run = ResidentRun(table, 0, self.name, numbers, generations)
+        run = ResidentRun(0, numbers, generations, table, self.name)
         return run, [self.held(table, block) for block in blocks]
 
     def close(self) -> None:

@@ -86,18 +86,6 @@ def test_a_cancelled_load_begins_no_copy_and_lets_go_once_its_copy_is_over(here:
     assert left() is None
 
 
-@pytest.mark.parametrize("error", [VCacheError, RuntimeError])
-def test_a_failed_launch_lets_go(here: Node, error: type[Exception]) -> None:
-    _, reader, tokens, there = beside(here, 2)
-
-    def fail() -> None:
-        raise error("planted")
-
-    reader.copier.half_way = fail
-    assert reader.loaded(tokens, [there]) == (0, "copy")
-    assert reader.forgotten(there.instance)() is None
-
-
 class Broken(threading.Event):
     """The completion of a device that failed."""
 
@@ -105,8 +93,16 @@ class Broken(threading.Event):
         raise VCacheError("planted")
 
 
-def test_a_copy_that_failed_on_the_device_lets_go(here: Node) -> None:
+@pytest.mark.parametrize("error", [VCacheError, RuntimeError, None])
+def test_a_copy_that_fails_lets_go(here: Node, error: type[Exception] | None) -> None:
+    """At its launch with an error, or on the device."""
     _, reader, tokens, there = beside(here, 2)
-    reader.copier.finished = Broken()
+
+    def fail() -> None:
+        if error is not None:
+            raise error("planted")
+        reader.copier.finished = Broken()
+
+    reader.copier.half_way = fail
     assert reader.loaded(tokens, [there]) == (0, "copy")
     assert reader.forgotten(there.instance)() is None

@@ -67,7 +67,7 @@ class Owner(neighbour_cases.Owner):
         blocks = [2 * number, 2 * number + 1]
         self.table.filled(blocks)
         packs = np.array(blocks, dtype="<u4").tobytes(), self.table.counters[blocks].tobytes()
-        run = BlockRun(0, 0, b"".join(map(name, blocks)), *packs)
+        run = BlockRun(0, *packs, 0, b"".join(map(name, blocks)))
         self.publisher.submit([run], epoch, step, soon)
         return run
 
@@ -270,7 +270,7 @@ def test_the_next_server_is_told_of_what_is_still_there(
         owner.publish(number, Step())
     four = [8, 9, 10, 11]
     packs = np.array(four, dtype="<u4").tobytes(), owner.table.counters[four].tobytes()
-    long = BlockRun(0, 5, b"".join(map(name, four)), *packs)
+    long = BlockRun(5, *packs, 0, b"".join(map(name, four)))
     owner.publisher.submit([long], 0, Step())
     assert owner.publisher.outbox.flush(SECONDS)
     assert owner.blocks_found(*four) == 4

@@ -99,7 +99,7 @@ class Sharing:
 
     def _run(self, chunk: int) -> BlockRun:
         hashes = bytes([chunk]) * HASH_BYTES + self.keys[chunk][NAMESPACE_BYTES:-RANK_BYTES]
-        return BlockRun(0, 0, hashes, *self._packed(chunk))
+        return BlockRun(0, *self._packed(chunk), 0, hashes)
 
     def _packed(self, *chunks: int) -> tuple[bytes, bytes]:
         """The chunks' blocks, and their generations."""

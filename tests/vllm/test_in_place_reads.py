@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import pytest
 from engine_cases import Node
-from in_place_cases import BLOCK, CHUNK, EACH, Engine, Make, blocks_of, engines, here, new_tokens
+from in_place_cases import BLOCK, CHUNK, Engine, Make, blocks_of, engines, here, new_tokens
 from processes import eventually
 from vllm_cases import needs_vllm
 
@@ -17,7 +17,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from vcache_backend.integration.vllm import lookups
 from vcache_backend.integration.vllm.metadata import StepMetadata, WorkerReport
-from vcache_backend.protocol.messages import Find, ResidentRun
+from vcache_backend.protocol.messages import ResidentRun
 
 __all__ = ["here"]
 pytestmark = needs_vllm
@@ -192,34 +192,6 @@ def test_what_a_load_did_not_fill_is_published_by_the_step_that_computes_it(shar
     published = [one for meta in reader.metas[told:] for one in reader.published(request, meta)]
     assert {one.block for one in published} == left
     assert reader.right(published)
-
-
-def test_what_was_computed_before_another_reset_the_namespace_is_not_found(shared: Make) -> None:
-    """Not if it is told late, and not behind what vLLM's own cache, which nobody reset, goes on
-    with.
-    """
-    owner, other, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
-    owner.slow = True
-    source = owner.add(tokens, load=False)
-    late = owner.step()
-    assert owner.numbers(source, late) == [*range(6)]
-    assert other.scheduler.reset_prefix_cache(reset_connector=True)
-    owner.slow = False
-    owner.publish(late.publications)
-    owner.flush()
-    asked = Find(other.half.context.prefix, other.hashes(source), EACH, 6)
-    assert other.half.context.client.find(asked).found == 0
-    owner.finish(source)
-    longer = owner.add(tokens + new_tokens(CHUNK))
-    meta = owner.step()
-    assert (owner.hit(longer), owner.numbers(longer, meta)) == (3 * CHUNK, [])
-    assert owner.half.publications.epoch == other.half.publications.heard != 0
-    owner.finish(longer)
-    assert not owner.right(owner.published(source, late))
-    later = new_tokens(3 * CHUNK + 5)
-    computed(owner, later)
-    other.add(later)
-    assert owners(other.step()) == [owner.half.publications.instance] * 6
 
 
 def test_a_producer_hears_of_a_reset_when_it_promises(shared: Make) -> None:

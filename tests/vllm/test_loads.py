@@ -135,7 +135,7 @@ def test_only_a_load_that_proved_all_its_blocks_is_published(here: Node) -> None
         run, _ = one.ask("write", group, [4, 7])
         assert mapped(reader.neighbours, run.instance)
         for name in ("right", "changed"):
-            of_it = PublicationSpec([BlockRun(0, len(over), bytes(16), bytes(4), bytes(8))])
+            of_it = PublicationSpec([BlockRun(len(over), bytes(4), bytes(8), 0, bytes(16))])
             spec = LoadSpec(
                 name, blocks=[1, 2], tokens=2, residents=[run], publication=of_it, number=1
             )

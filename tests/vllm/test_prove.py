@@ -39,8 +39,8 @@ def proved(_: object, settings: Settings) -> Any:
 def test_the_installed_vllm_is_proved(tmp_path: Path) -> None:
     with Worker(home(), object, name="prove", log=tmp_path / "log") as worker:
         proof, shown = worker.ask(proved, Settings(share="in_place", seconds=0.5), seconds=300.0)
-    assert [one for one in shown if not one.ok] == []
-    assert [one.of > 1 for one in shown] == [True] * 6
+    assert [one for one in shown if one.status != "ok"] == []
+    assert [int(one.detail.split(" ")[0]) > 1 for one in shown] == [True] * 6
     assert (proof.combination.share, proof.combination.device) == ("in_place", "cpu")
 
 

@@ -34,7 +34,7 @@ pytestmark = needs_vllm
 
 def test_more_blocks_than_a_message_holds_reach_a_worker_elsewhere() -> None:
     """A prompt of 200,000 tokens that is hit has them. The worker would end otherwise."""
-    many, saved = BlockRun(0, 0, bytes(1 << 20), b"", b""), SavedChunks([], b"", b"", 0)
+    many, saved = BlockRun(0, b"", b"", 0, bytes(1 << 20)), SavedChunks([], b"", b"", 0)
     meta = StepMetadata(publications=[PublicationSpec([many], 0)], victims=saved)
     assert pickle.loads(pickle.dumps(meta)) == meta
 

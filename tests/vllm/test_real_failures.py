@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import vllm_cases
@@ -87,6 +88,8 @@ with_lmcache = pytest.mark.skipif(bool(vllm_cases.missing()), reason="no LMCache
 CASES = [
     ("in place", "owner killed", PULL),
     ("in place", "owner stopped", PULL),
+    ("in place", "owner reset", PULL),
+    ("in place", "owner forget", PULL),
     ("in place", "server killed", COMPARE),
     ("pool", "half removed", PIN),
     ("pool", "server killed", PIN),
@@ -118,8 +121,9 @@ def test_what_fails_around_a_load_costs_a_computation_and_no_more(
             here.empty()
         else:
             who, how = what.split()
-            act = {"killed": keeper.kill, "stopped": keeper.stop}[how]
-            here.kill() if who == "server" else act()
+            by_signal = {"killed": keeper.kill, "stopped": keeper.stop}
+            act = here.kill if who == "server" else by_signal.get(how, partial(keeper.ask, how))
+            act()
 
     if what == "slots changed":
         here.flip()  # by then they are wrong
@@ -143,7 +147,7 @@ def test_what_fails_around_a_load_costs_a_computation_and_no_more(
     if what == "server killed":
         assert reader.again(tokens).agrees(right)
         here.serve_again(stores=way != "in place")
-    elif what == "owner killed":
+    elif what in ("owner killed", "owner reset", "owner forget"):
         fleet.keep(way, tokens)
     back = eventually(lambda: (answer := reader.again(tokens)).cached == HITS and answer)
     assert back.agrees(right)

@@ -18,7 +18,6 @@ from vllm_cases import (
     IN_PLACE,
     PULL,
     Node,
-    Prompt,
     keep,
     meddled,
     new_tokens,
@@ -145,30 +144,6 @@ def test_a_new_owner_is_mapped_beside_steps_and_a_killed_one_left_what_it_saved(
     assert hit.said == own.said
     assert answer.cached == 0
     assert answer.said == here.aside.one(more).said
-
-
-@pytest.mark.parametrize("reset", ["forget", "reset"])
-def test_a_reset_of_the_owner_or_the_reader_during_a_load(here: Node, reset: str) -> None:
-    """The owner's makes the load void. The reader's is refused by vLLM, as a request runs; it
-    answers with what was asked for, and tells nobody of it."""
-    tokens, lost = new_tokens(3 * CHUNK + 1), here.b.counter("vllm:vcache_recomputed_tokens")
-    keep(here.a, tokens)
-    with stopped_at(here.b, PULL) as place:
-        prompt = Prompt(tokens, params={"vcache": {"store": False}})
-        answers = place.while_there(lambda: here.a.ask(reset), prompt)
-    assert here.b.counter("vllm:vcache_recomputed_tokens") - lost == 3 * CHUNK
-    assert answers[0].agrees(here.aside.one(tokens))
-    here.b.forget()
-    keep(here.a, tokens)
-    with meddled(here.b, PULL, "slow", 0.3, times=1):
-        here.b.add("late", tokens)
-        eventually(lambda: here.b.step(1) == {} and here.b.ask("calls")[PULL] == 1)
-        assert not here.b.ask(reset)
-        answer = here.b.finish("late")["late"]
-    assert answer.cached == 3 * CHUNK
-    assert answer.agrees(here.aside.one(tokens))
-    assert here.b.ask("told")
-    assert here.a.again(tokens).cached == 0
 
 
 def test_a_hit_may_lie_in_a_kv_cache_and_go_on_in_the_pool(here: Node) -> None:

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 import vllm_cases
-from vllm_cases import BLOCK, CHUNK, PULL, QUICK, Node, keep, meddled, new_tokens
+from vllm_cases import BLOCK, CHUNK, IN_PLACE, QUICK, Node, keep, new_tokens
 
 pytestmark = vllm_cases.needs_vllm
-IN_PLACE = {"connector": {"share": "in_place"}}
 PROMPT = 4 * CHUNK
 
 
@@ -67,18 +66,3 @@ def test_the_last_block_is_not_the_next_one_that_is_used_again(here: Node) -> No
     keep(here.a, tokens, max_tokens=1)
     keep(here.a, new_tokens(PROMPT), max_tokens=1)
     answers(here, tokens, PROMPT + 8)
-
-
-def test_blocks_that_are_used_again_under_the_copy_are_computed(here: Node) -> None:
-    tokens = new_tokens(PROMPT + 9)
-    keep(here.a, tokens, max_tokens=1)
-    here.b.forget()
-    here.b.ask("poison")
-    with meddled(here.b, PULL, "slow", 60.0, times=1):
-        here.b.add("second", tokens)
-        assert here.b.step(3) == {}
-        for _ in range(5):
-            here.a.one(new_tokens(1000))
-    answer = here.b.finish("second")["second"]
-    assert answer.agrees(here.aside.one(tokens))
-    assert here.b.counter("vllm:vcache_recomputed_tokens") == PROMPT + BLOCK

@@ -8,7 +8,6 @@ import os
 import select
 import socket
 import time
-from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
@@ -37,10 +36,12 @@ class Connection:
         self.client: Peer | None = None
         self.fds: list[int] = []
         """The present request's fds."""
-        self.unsent: deque[tuple[bytes, Sequence[Descriptor], int]] = deque()
-        """Answers, the owners of their fds, and the granted reservations."""
+        self.unsent = b""
+        """The present request's answer, until it has left."""
+        self.held: Sequence[Descriptor] = ()
+        """The owners of the answer's fds."""
         self.granted = 0
-        """The reservation that the last sent answer grants."""
+        """The reservation that the last answer grants."""
         self.reset = False
         """Whether the client has hung up without reading the last sent answer."""
         self.mask = select.EPOLLIN
@@ -53,33 +54,30 @@ class Connection:
         return select.EPOLLOUT if self.unsent else select.EPOLLIN
 
     def queue(self, reply: m.Reply, held: Sequence[Descriptor] = ()) -> None:
-        """Queue a reply. Keeps `held`, the owners of the fds, until the reply has left."""
-        reservation = reply.reservation if isinstance(reply, m.Reserved) else 0
-        self.unsent.append((sockets.encode(reply), held, reservation))
+        """Queue the answer. Keeps `held`, the owners of its fds, until it has left."""
+        self.unsent, self.held = sockets.encode(reply), held
+        self.granted = reply.reservation if isinstance(reply, m.Reserved) else 0
 
-    def untold(self) -> list[int]:
-        """Reservations of which the client has not read: it does not write to these slots."""
-        unread = [self.granted] if self.reset else []
-        return [one for one in (*unread, *(each[2] for each in self.unsent)) if one]
+    @property
+    def untold(self) -> int:
+        """A reservation of which the client has not read: it does not write to these slots."""
+        return self.granted if self.reset or self.unsent else 0
 
     def flush(self) -> None:
-        """Send as much as the socket takes now. OSError if the client is gone."""
-        while self.unsent:
-            data, held, _ = self.unsent[0]
-            try:
-                if held:
-                    socket.send_fds(self.sock, [data], [each.fd for each in held])
-                else:
-                    self.sock.send(data)
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if error.errno != errno.ETOOMANYREFS:  # Linux counts the unread fds of a user
-                    raise
-                refusal = m.Error("too many fds are on their way to clients; ask again later")
-                self.unsent[0] = sockets.encode(refusal), (), 0
-                continue
-            self.granted = self.unsent.popleft()[2]
+        """Send the answer, if the socket takes it now. OSError if the client is gone."""
+        try:
+            if self.held:
+                socket.send_fds(self.sock, [self.unsent], [each.fd for each in self.held])
+            elif self.unsent:
+                self.sock.send(self.unsent)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:  # Linux counts the unread fds of a user
+                raise
+            self.queue(m.Error("too many fds are on their way to clients; ask again later"))
+            return
+        self.unsent, self.held = b"", ()
 
     def close_fds(self) -> None:
         """Close a request's unused fds in the background: an fd may be the last of much memory."""
@@ -97,8 +95,7 @@ class Connection:
 
 class Clients:
     """The listening socket and all connections. Called from the server's loop, which should not
-    sleep before `spin_until` (monotonic clock). When descriptors run out, nothing is accepted until
-    some may be free again."""
+    sleep before `spin_until` (monotonic clock)."""
 
     def __init__(
         self,
@@ -115,12 +112,12 @@ class Clients:
         self._spin_seconds = sockets.spin(few, many)
         self._most, self._uids = min(most, 4096), {os.getuid(), 0, *config.allow_uids}
         self._listener, self._epoll, self._service, self._watch = listener, epoll, service, watch
-        self._numbers, self._listens, self._complained = count(1), False, False
+        self._numbers = count(1)
         self._connections: dict[int, Connection] = {}
         self._receiver = sockets.Receiver()
         self._concerned: dict[Connection, None] = {}
         """Connections that have changed in this turn."""
-        self.tick()
+        epoll.register(listener, select.EPOLLIN)
 
     def on_ready(self, fd: int, mask: int) -> None:
         """Handle the event of one socket: accept a connection, answer a request, or hang up."""
@@ -147,18 +144,12 @@ class Clients:
                 connection.reset |= isinstance(error, ConnectionResetError)
                 self._disconnect(connection)
                 continue
-            if connection.closing:
+            if connection.closing:  # even if the client has not read the reason
                 self._disconnect(connection)
                 continue
             if connection.mask != connection.wanted:
                 connection.mask = connection.wanted
                 self._epoll.modify(connection.sock, connection.mask)
-
-    def tick(self) -> None:
-        """Listen again, since descriptors or memory may be free again."""
-        if not self._listens:
-            self._listens = True
-            self._epoll.register(self._listener, select.EPOLLIN)
 
     def close(self) -> None:
         for connection in self._connections.values():
@@ -167,19 +158,14 @@ class Clients:
     # ---- in
 
     def _accept(self) -> None:
-        """Accept a connection. If descriptors or memory are exhausted, stop listening: new
-        connections wait, at no cost."""
+        """Accept a connection. If descriptors or memory are exhausted, new connections wait."""
         try:
             sock, _ = self._listener.accept()
         except BlockingIOError:
             return  # the client left
         except OSError as error:
-            if not self._complained:
-                log.warning("no new client can connect for now: %s", error)
-            self._complained, self._listens = True, False
-            self._epoll.unregister(self._listener)
+            log.warning("no new client can connect for now: %s", error)
             return
-        self._complained = False
         sock.setblocking(False)
         self._epoll.register(sock, select.EPOLLIN)
         connection = Connection(sock, next(self._numbers), *peer(sock))
@@ -291,9 +277,8 @@ class Clients:
             return
         self._epoll.unregister(connection.sock)
         connection.close()
-        self.tick()
         if connection.client is not None:
-            for reservation in connection.untold():
+            if reservation := connection.untold:
                 self._service.directory.abort(connection.client, reservation)
             self._service.disconnect(connection.client)
             _say(connection.client, "disconnects")

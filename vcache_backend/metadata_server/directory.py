@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count, groupby, islice, repeat
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count, groupby
 
 import msgspec
 
@@ -19,39 +19,10 @@ from vcache_backend.metadata_server import resets as namespaces
 from vcache_backend.metadata_server.processes import Peer, ProcessId
 from vcache_backend.metadata_server.resets import MAX_RESETS, Reset, Resets
 from vcache_backend.metadata_server.room import SLOT_BITS, SLOT_MASK, Room, usable
-from vcache_backend.metadata_server.slots import SLAB_BITS, SLAB_SLOTS, SLABS, SlotRegion, padded
+from vcache_backend.metadata_server.slots import SLAB_BITS, SLABS, Slab, SlotRegion, padded
 from vcache_backend.protocol import messages as m
 
 _ENOUGH = f"one request reserves at most {m.MAX_SLOTS:,} slots; reserve the others with another one"
-Steps = Iterator[None]
-"""A task in steps. Each step touches one entry."""
-
-
-class Backlog:
-    """Tasks too long for one turn of the server's loop, which take turns themselves."""
-
-    AT_ONCE = 1024
-    """Steps of a task in the turn that begins it. Most tasks need no more."""
-
-    def __init__(self) -> None:
-        self._tasks: deque[Steps] = deque()
-
-    def __bool__(self) -> bool:
-        return bool(self._tasks)
-
-    def begin(self, task: Steps) -> None:
-        """Begin a task, and do its first steps now."""
-        if sum(1 for _ in islice(task, self.AT_ONCE)) == self.AT_ONCE:
-            self._tasks.append(task)
-
-    def run(self, steps: int) -> None:
-        """Do about so many steps, at least one of each finished task."""
-        while steps > 0 and self._tasks:
-            task = self._tasks.popleft()
-            done = sum(1 for _ in islice(task, steps))
-            if done == steps:
-                self._tasks.append(task)
-            steps -= max(1, done)
 
 
 class Write(msgspec.Struct, gc=False):
@@ -68,14 +39,13 @@ class Directory:
     """The pool's segments and chunks. Called from the server's loop only, or before it runs.
 
     now: seconds of CLOCK_MONOTONIC, which all servers of this machine share: numbers of writes and
-    resets are times in nanoseconds, so those of a later server are larger. Each call takes a
-    bounded time; the backlog has the rest of long ones."""
+    resets are times in nanoseconds, so those of a later server are larger. A call takes about a
+    microsecond for each of its chunks, `clear`, `drop` and `add` for each chunk that is there."""
 
     def __init__(
         self,
         now: Callable[[], float],
         write_seconds: float,
-        backlog: Backlog,
         counters: Counter[str],
         resets: Resets | None = None,
         keep: Callable[[Resets], None] = lambda resets: None,
@@ -84,17 +54,12 @@ class Directory:
         """resets: of earlier servers. keep: called with all resets, to keep them for the next
         server. on_reset: called after a namespace was reset or cleared; b"": all."""
         self._now, self._write_seconds = now, write_seconds
-        self._backlog, self.counters = backlog, counters
-        self._keep, self._on_reset = keep, on_reset
+        self.counters, self._keep, self._on_reset = counters, keep, on_reset
         self.room = Room(now, counters)
         self.regions, self.chunks = self.room.regions, self.room.chunks
-        """While a sweep runs, some chunks do not count any more."""
         self._ids = count()
         self.resets: Resets = resets or {}
         self._last = max((reset.first for reset in self.resets.values()), default=0)
-        self._stale = dict[int, None]()
-        """The regions whose chunks a sweep has yet to look at."""
-        self._sweeping = False
         self.writes: dict[int, Write] = {}
         """By number. Also of earlier servers, which are all in quarantine."""
         self._pending = set[m.ChunkKey]()
@@ -114,42 +79,39 @@ class Directory:
         return [region.described() for region in self.regions.values()]
 
     def add(self, region: SlotRegion) -> int:
-        """Use a segment. Returns how many chunks of earlier servers it has brought so far; the
-        others follow in later turns."""
+        """Use a segment. Returns how many chunks of earlier servers it brings. What was being
+        written there is in quarantine."""
         number = next(self._ids)
         self.regions[number] = region
-        if not region.rebuilt:
-            self._backlog.begin(self._rebuild(number))
+        for at, slab in enumerate(region.slabs):
+            if not slab.is_read:
+                self._take_back(number, region, at << SLAB_BITS, slab)
         return region.chunks
 
     def drop(self, id_: m.SegmentId) -> int:
-        """Forget a segment, now or in later turns. Reads under way fail. Returns how many chunks it
-        has."""
+        """Forget a segment. Reads under way fail. Returns how many chunks it had."""
         number, region = next(
             (number, region) for number, region in self.regions.items() if region.id == id_
         )
         chunks = region.chunks
-        if region.state == "live":
-            region.state = "draining"
-            region.give_up()
-            for at, write in list(self.writes.items()):
-                rest = {key: at for key, at in write.places.items() if at >> SLOT_BITS != number}
-                if len(rest) < len(write.places):
-                    self._quarantine(write)
-                    write.places = rest
-                if not rest:
-                    del self.writes[at]
-            self._begin_sweep([number])
+        region.give_up()
+        for at, write in list(self.writes.items()):
+            rest = {key: at for key, at in write.places.items() if at >> SLOT_BITS != number}
+            if len(rest) < len(write.places):
+                self._quarantine(write)
+                write.places = rest
+            if not rest:
+                del self.writes[at]
+        self.room.evict(*[key for key, at in self.chunks.items() if at >> SLOT_BITS == number])
+        del self.regions[number]
+        region.close()
         return chunks
 
     # ---- reading
 
     def places(self, keys: Sequence[m.ChunkKey]) -> list[int | None]:
         """The place of each chunk; None if it is not in the pool."""
-        places = list(map(self.chunks.get, keys))
-        if self._sweeping:
-            return [self._counts(key, at) for key, at in zip(keys, places, strict=True)]
-        return places
+        return list(map(self.chunks.get, keys))
 
     def has_any(self, namespace: bytes) -> bool:
         """Whether the pool has any chunk of a namespace."""
@@ -200,8 +162,6 @@ class Directory:
         size, epoch = padded(nbytes), self.epoch(keys)
         here = self.touch(keys)  # recent, so that they are not evicted for the others
         new = [key for key in dict.fromkeys(keys) if key not in here and key not in self._pending]
-        for key in filter(self.chunks.__contains__, new):  # of before a reset
-            self.room.evict(key)
         refusal, reason = self._refusal(client, nbytes)
         most = 0 if refusal is not None else min(len(new), m.MAX_SLOTS)
         taken = self.room.take(client, size, most, len(self._pending))
@@ -261,9 +221,8 @@ class Directory:
 
     def remove(self, keys: Iterable[m.ChunkKey]) -> int:
         """Forget chunks. Reads under way fail. Returns how many."""
-        here = [key for key in dict.fromkeys(keys) if self.chunks.get(key) is not None]
-        for key in here:
-            self.room.evict(key)
+        here = self.chunks.keys() & set(keys)
+        self.room.evict(*here)
         return len(here)
 
     # ---- resets
@@ -274,10 +233,8 @@ class Directory:
 
     def clear(self, namespace: bytes, reset: bool = False) -> int:
         """Forget all chunks of a namespace, or of all with b"", and void what is being written of
-        them. Returns how many chunks. Slots are freed now or in later turns. reset: also raise the
-        epoch."""
-        number, spaces = self._next(), self.room.of_space
-        here = spaces[namespace] if namespace else spaces.total()
+        them. Returns how many chunks. reset: also raise the epoch."""
+        number, before = self._next(), len(self.chunks)
         if namespace and (namespace in self.resets or len(self.resets) < MAX_RESETS):
             new = Reset(number, number if reset else self._reset(namespace).epoch)
             self._set_resets(self.resets | {namespace: new})
@@ -286,7 +243,7 @@ class Directory:
         else:
             kept = {b"": self._reset(b"")} | self.resets
             self._set_resets({name: Reset(number, old.epoch) for name, old in kept.items()})
-        return here
+        return before - len(self.chunks)
 
     # ---- clients and time
 
@@ -305,25 +262,18 @@ class Directory:
 
     def process_gone(self, process: ProcessId) -> None:
         """A process has ended, and writes no more."""
-        self._backlog.begin(self._gone(process))
+        for number, write in list(self.writes.items()):
+            if write.process == process and not write.client:
+                self._free(number)
 
     # ---- inside: chunks
-
-    def _counts(self, key: m.ChunkKey, place: int | None) -> int | None:
-        """A chunk's place, unless it has not been swept away yet."""
-        if place is None:
-            return None
-        region, slot = self.room.at(place)
-        first = self._reset(key[: m.NAMESPACE_BYTES]).first
-        live = region.state == "live" and region.generations[slot] >= first
-        return place if live else None
 
     def _run(self, first: int, at: int, slots: list[int]) -> m.SlotRun:
         region = self.regions[at // SLABS]
         base, generations = slots[0] >> SLAB_BITS << SLAB_BITS, region.generations
         slab, counts = region.slab_of(base), array("Q", [generations[slot] for slot in slots])
         packed = array("I", slots).tobytes(), counts.tobytes()
-        return m.SlotRun(first, region.id, base, slab.offset, slab.slot_bytes, *packed)
+        return m.SlotRun(first, *packed, region.id, base, slab.offset, slab.slot_bytes)
 
     def _refusal(self, client: Peer, nbytes: int) -> tuple[m.Refusal | None, str]:
         """Explain why no chunk of this size can get a slot now; (None, "") if a chunk can."""
@@ -367,11 +317,6 @@ class Directory:
             region.give(slot)
         return len(places)
 
-    def _gone(self, process: ProcessId) -> Steps:
-        for number, write in list(self.writes.items()):
-            if write.process == process and not write.client and number in self.writes:
-                yield from repeat(None, self._free(number))
-
     # ---- inside: resets
 
     def _reset(self, namespace: bytes) -> Reset:
@@ -386,74 +331,32 @@ class Directory:
                 self._quarantine(write)
         for name in [b""] if b"" in changed else changed:
             self._on_reset(name)
-        self._begin_sweep(self.regions)
-
-    def _begin_sweep(self, regions: Iterable[int]) -> None:
-        self._stale |= dict.fromkeys(regions)
-        if not self._sweeping:
-            self._sweeping = True
-            self._backlog.begin(self._sweep())
-
-    def _sweep(self) -> Steps:
-        """Forget the chunks of before the last reset and of dropped segments, and those segments.
-        One sweep runs at a time: however many resets come meanwhile, it goes on to them."""
-        while self._stale:
-            number = next(iter(self._stale))
-            del self._stale[number]
-            region = self.regions[number]
-            yield from self._forget_in(region)
-            if region.state == "draining":
-                self._stale.pop(number, None)
-                del self.regions[number]
-                region.close()
-        self._sweeping = False
-
-    def _forget_in(self, region: SlotRegion) -> Steps:
-        for at, slab in enumerate(region.slabs):
-            for slot in range(slab.slots):
-                yield
-                for one in region.occupied(at << SLAB_BITS | slot, 1):
-                    place = self.chunks.get(one.key)
-                    mine = place is not None and self.room.at(place) == (region, one.slot)
-                    if mine and self._counts(one.key, place) is None:
-                        self.room.evict(one.key)
+        old = tuple(changed)
+        self.room.evict(*[key for key in self.chunks if key.startswith(old)])
 
     # ---- inside: after a restart
 
-    def _rebuild(self, number: int) -> Steps:
-        """Read the slots of an earlier server's table. What was being written is quarantined."""
-        region = self.regions[number]
-        for at, slab in enumerate(region.slabs):
-            first = at << SLAB_BITS
-            for start in range(first, first + slab.slots, 64):
-                stop = min(start + 64, first + slab.slots)
-                yield from repeat(None, stop - start)
-                if region.state != "live":
-                    return
-                self._take_back(number, start, stop)
-        region.rebuilt = True
-
-    def _take_back(self, number: int, start: int, stop: int) -> None:
-        region, free = self.regions[number], set(range(start, stop))
-        slab = region.slab_of(start)
-        for one in region.occupied(start, stop - start):
+    def _take_back(self, number: int, region: SlotRegion, first: int, slab: Slab) -> None:
+        """Read a slab of an earlier server's table. Its chunks are the least recently used."""
+        free = set(range(slab.slots))
+        for one in region.occupied(first, slab.slots):
             place = number << SLOT_BITS | one.slot
             if one.committed:
                 old = one.number < self._reset(one.key[: m.NAMESPACE_BYTES]).first
-                if old or self.chunks.get(one.key) is not None or one.key in self._pending:
+                if old or one.key in self.chunks:
                     region.void(one.slot)
                     continue
                 self.room.put(one.key, place)
-                self.chunks.move_to_end(one.key, last=False)  # the least recently used
+                self.chunks.move_to_end(one.key, last=False)
             elif (one.writer, one.number) in self._done:
                 region.ended(one.slot)
                 continue
             else:
                 write = Write(0, one.writer, math.inf, {})
                 self.writes.setdefault(one.number, write).places[one.key] = place
-            free.remove(one.slot)
-            region.unused -= slab.slot_bytes
-        slab.free += [slot & SLAB_SLOTS - 1 for slot in sorted(free, reverse=True)]
+            free.remove(one.slot - first)
+        region.unused -= (slab.slots - len(free)) * slab.slot_bytes
+        slab.free, slab.is_read = sorted(free, reverse=True), True
 
 
 def _full(nbytes: int, medium: m.Medium) -> str:

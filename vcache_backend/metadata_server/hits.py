@@ -8,12 +8,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from math import lcm
-from operator import itemgetter
-from typing import NamedTuple
+from operator import attrgetter
 
 from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.publications import (
-    COMPARED,
     ONE_FULL,
     InstancePublications,
     Piece,
@@ -27,10 +25,6 @@ FOUND_BLOCKS = (m.MAX_MESSAGE_BYTES - 16_384 - MAX_TOLD * (m.INSTANCE_BYTES + m.
     m.NUMBER_BYTES + m.GENERATION_BYTES
 )
 """The most resident blocks in one answer. Copies and the other fields take the rest."""
-MAX_LOOKS = 16_384
-"""The most looks into tables of one look-up, some milliseconds."""
-_SCANNED = 64
-"""How many blocks are looked for at once before a missing block."""
 
 
 def needed(table: m.BlockTable, end: int) -> tuple[int, int]:
@@ -43,15 +37,6 @@ def needed(table: m.BlockTable, end: int) -> tuple[int, int]:
             return stop - stop % max(1, table.reach), stop
         case _:
             return max(0, stop - table.reach), stop
-
-
-class Covered(NamedTuple):
-    """The leading blocks of a table that are somewhere. `cut`: there may be more, but the answer
-    is full, or the look-up took long enough."""
-
-    stop: int
-    pieces: list[Piece]
-    cut: bool = False
 
 
 Others = Sequence[InstancePublications]
@@ -81,9 +66,9 @@ class HitSearch:
     """One look-up among instances that have the same block tables."""
 
     def __init__(self, hashes: bytes, tables: Sequence[m.BlockTable]) -> None:
-        self.hashes, self.tables, self.left = hashes, tables, MAX_LOOKS
+        self.hashes, self.tables = hashes, tables
         self._of = dict[int, bytes]()
-        self._names = dict[tuple[int, int], list[bytes]]()
+        self._names = dict[int, list[bytes]]()
 
     def answer(self, request: m.Find, others: Others, present: bytes) -> m.Found:
         """present: a byte for each chunk, whether the pool has it."""
@@ -96,11 +81,11 @@ class HitSearch:
         )
         found, pieces, cut = count, list[Piece](), False
         for number in full:
-            part = self.covered(
+            stop, some, cut = self.covered(
                 number, others, present, each, room // len(full), m.MAX_REPLICAS if alone else 1
             )
-            found, cut = min(found, part.stop * tables[number].scale), part.cut
-            pieces += part.pieces
+            found = min(found, stop * tables[number].scale)
+            pieces += some
         if alone and cut:
             found -= found % each
         end = min(found, request.limit)
@@ -113,7 +98,7 @@ class HitSearch:
             found = max(end, each * len(present[: present.find(0)] if 0 in present else present))
         runs = [piece.packed(end // tables[piece.table].scale) for piece in pieces]
         runs = [run for run in runs if run.blocks]
-        runs.sort(key=itemgetter(0, 1))
+        runs.sort(key=attrgetter("table", "first"))
         chunks = found // each
         return m.Found(found, end, present[:chunks] or bytes(chunks), runs, cut=alone and cut)
 
@@ -131,22 +116,22 @@ class HitSearch:
 
     def covered(
         self, table: int, others: Others, pooled: bytes, each: int, room: int, replicas: int
-    ) -> Covered:
-        """Find a table's leading blocks in instances or whole chunks of the pool.
+    ) -> tuple[int, list[Piece], bool]:
+        """Find a table's leading blocks in instances or whole chunks of the pool. Returns where
+        they stop, the pieces in instances, and whether there may be more, but the answer is full.
 
         pooled: a byte for each chunk of `each` hashes. room: for how many blocks the answer has
         room; a new piece takes that of 3. Each turn goes on to where instances change."""
         hashes, pieces, going, at = self.of(table), list[Piece](), list[Piece](), 0
         count, size = len(hashes) // m.HASH_BYTES, m.HASH_BYTES
         while at < count:
-            if self.left <= 0 or room <= 0:
-                return Covered(at, pieces, True)
+            if room <= 0:
+                return at, pieces, True
             going = [one for one in going if one.stop > at]
             name, here = hashes[at * size : (at + 1) * size] + suffix(table), len(going)
             for there in others if here < replicas else ():
-                self.left -= 1
                 if name in there.named and all(one.there is not there for one in going[:here]):
-                    piece = self._follow(there, table, at, count)
+                    piece = there.follow(table, hashes, at, count)
                     if piece.stop > at:
                         going.append(piece)
                         if len(going) == replicas:
@@ -157,16 +142,12 @@ class HitSearch:
             if not going:
                 stop = self._pooled(table, at, pooled, each)
                 if stop == at:
-                    return Covered(at, pieces, self.left <= 0)
+                    break
             if len(going) * (stop - at) > room:
-                return Covered(at + max(0, room) // len(going), pieces, True)
+                return at + max(0, room) // len(going), pieces, True
             room -= len(going) * (stop - at)
             at = stop
-        return Covered(at, pieces)
-
-    def _follow(self, there: InstancePublications, table: int, first: int, stop: int) -> Piece:
-        piece, self.left = there.follow(table, self.of(table), first, stop, self.left)
-        return piece
+        return at, pieces, False
 
     def _pooled(self, table: int, at: int, pooled: bytes, each: int) -> int:
         """How far whole chunks of the pool reach from a block on."""
@@ -198,11 +179,11 @@ class HitSearch:
         tables = [one for one in enumerate(self.tables) if one[1].kind != "full"]
         tables.sort(key=lambda one: one[1].reach)
         end = limit // unit * unit
-        while end > least and self.left > 0:
+        while end > least:
             pieces = list[Piece]()
             for number, table in tables:
                 first, stop = needed(table, end)
-                piece = self._follow(there, number, first, stop)
+                piece = there.follow(number, self.of(number), first, stop)
                 if piece.stop < stop:  # all hits that end behind this block need it
                     lacks = self._below(there, number, piece.stop)
                     end = min(lacks * table.scale, end - 1) // unit * unit
@@ -216,22 +197,8 @@ class HitSearch:
         """Behind how many of the first `stop` blocks a hit can end."""
         if self.tables[table].kind == "local":  # its hits need nothing at the end of a chunk
             return stop
-        named = there.named
-        while stop > 0 and self.left > 0:
-            first = (stop - 1) // _SCANNED * _SCANNED
-            here = bytes(map(named.__contains__, self._part(table, first)[: stop - first]))
-            self.left -= _SCANNED // COMPARED
-            if (last := here.rfind(1)) >= 0:
-                return first + last + 1
-            stop = first
-        return 0
-
-    def _part(self, table: int, first: int) -> list[bytes]:
-        """The names of `_SCANNED` blocks of a table from `first` on."""
-        if (table, first) not in self._names:
-            size, end = m.HASH_BYTES, suffix(table)
-            hashes = self.of(table)[first * size : (first + _SCANNED) * size]
-            self._names[table, first] = [
-                name + end for (name,) in struct.iter_unpack(f"{size}s", hashes)
-            ]
-        return self._names[table, first]
+        if table not in self._names:
+            hashes = struct.iter_unpack(f"{m.HASH_BYTES}s", self.of(table))
+            self._names[table] = [name + suffix(table) for (name,) in hashes]
+        names, named = self._names[table], there.named
+        return next((at for at in range(stop, 0, -1) if names[at - 1] in named), 0)

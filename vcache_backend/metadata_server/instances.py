@@ -22,7 +22,7 @@ import msgspec
 
 from vcache_backend.errors import Refused, SegmentError, printable
 from vcache_backend.metadata_server import processes
-from vcache_backend.metadata_server.hits import MAX_LOOKS, MAX_TOLD
+from vcache_backend.metadata_server.hits import MAX_TOLD
 from vcache_backend.metadata_server.processes import Answer, Descriptor, Peer, ProcessId
 from vcache_backend.metadata_server.publications import (
     BLOCK_BYTES,
@@ -98,19 +98,13 @@ def described(
     silent = max(0.0, time.monotonic() - min(peer.heard for peer in peers))
     own = dict.fromkeys(peer.process for peer in peers)
     pid = next((process.pid for process in own if stopped(process)), 0)
-    made = m.InstanceStats("", "", 0, 0, 0, silent=round(silent, 1), stopped=pid)
+    made: dict[str, Any] = {"id": "", "device": "", "pid": 0, "blocks": 0, "resident": 0}
     if first is not None:
-        # An ended parent's children get another one.
-        apart = processes.parent(first.process) not in (0, first.spawner)
-        made = msgspec.structs.replace(
-            made,
-            pid=first.process.pid,
-            name=first.name,
-            namespace=first.namespace,
-            orphan=first.spawner if apart else 0,
-            vllm=printable(first.layout.get("vllm", "")),
-        )
-    return msgspec.structs.replace(made, **more)
+        made |= {"pid": first.process.pid, "name": first.name, "namespace": first.namespace}
+        made["vllm"] = printable(first.layout.get("vllm", ""))
+        if processes.parent(first.process) not in (0, first.spawner):
+            made["orphan"] = first.spawner  # an ended parent's children get another one
+    return m.InstanceStats(**made | more, silent=round(silent, 1), stopped=pid)
 
 
 class InstanceRegistry:
@@ -218,12 +212,13 @@ class InstanceRegistry:
         """Forget the publications of a namespace, or all with b"". Returns how many blocks."""
         return sum(one.clear() for one in self._published() if namespace in (b"", one.namespace))
 
-    def others(self, request: m.Find) -> list[InstancePublications]:
+    def others(
+        self, request: m.Find, own: InstancePublications | None
+    ) -> list[InstancePublications]:
         """The instances that the asker may read. All have the same tables: the asker's, or those of
         one of them."""
         if request.pool_only or not request.hashes:
             return []
-        own = self.published(request.instance)
         for one in (own,) if own is not None else list(self._published()):
             alike = (request.namespace, request.ranks) == (one.namespace, one.ranks)
             if alike and (there := [other for other in self._alike(one) if other is not own]):
@@ -254,10 +249,9 @@ class InstanceRegistry:
         instance = own.join.instance
         mine = {end: chunk for end in ends[::-1] if (chunk := own.chunk(end)) is not None}
         left, alone = self.MAX_NOTED, dict.fromkeys(mine)
-        most = MAX_LOOKS // max(1, len(others))
         for there in others:
             other = there.join.instance
-            shared = [end for end in list(mine if left else alone)[:most] if there.has(end)]
+            shared = [end for end in list(mine if left else alone) if there.has(end)]
             for end in shared:
                 # Packed here, and not when they are told: a scheduler waits for that.
                 if (theirs := there.chunk(end)) is None:

@@ -45,19 +45,15 @@ class MonitorProcess:
 
     def tick(self) -> None:
         """Start the process if it does not run. Called in every tick of the server."""
-        if time.monotonic() < self._again_at:
-            return
-        status = None if self._process is None else self._process.poll()
-        if self._process is not None and status is None:
+        now, before = time.monotonic(), self._process
+        if now < self._again_at or (before is not None and before.poll() is None):
             return
         pause = self._pauses.next()
-        if self._process is not None:
-            said = (
-                "server.metrics: its process ended with %d; it is started again now, and after %g s"
-            )
-            log.error(said, status, pause)
+        self._again_at = now + pause
+        if before is not None:
+            again = f"it is started again now, and after {pause:g} s"
+            log.error("server.metrics: its process ended with %d; %s", before.returncode, again)
             self.close()
-        self._again_at = time.monotonic() + pause
         try:
             # The monitor ends when this pipe closes, and so when this process ends in any way.
             self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE)
@@ -123,20 +119,19 @@ class Server:
 
     def _serve(self) -> None:
         next_tick = time.monotonic()
-        backlog, clients = self._service.backlog, self._clients
+        clients = self._clients
         while not self._stopping:
             now = time.monotonic()
-            sleeps = not backlog and now >= clients.spin_until
+            sleeps = now >= clients.spin_until
             # Few at once, one request of each: a request takes a few milliseconds at most, and no
             # answer leaves before the last of the turn. Epoll reports the others first next time.
             events = self._epoll.poll(max(0.0, next_tick - now) if sleeps else 0.0, 16)
-            if not (events or backlog or now >= next_tick):
+            if not (events or now >= next_tick):
                 # spinning, or woken for nothing: let other processes have this core first
                 os.sched_yield()
                 continue
             for fd, mask in events:
                 clients.on_ready(fd, mask)
-            backlog.run(256)
             if now >= next_tick:
                 self._tick()
                 next_tick = now + (0.05 if self._service.busy else 0.5)
@@ -153,7 +148,6 @@ class Server:
         self._endpoint.keep_fresh()
         self._service.tick()
         self._watch_processes()
-        self._clients.tick()
         if self._monitor is not None:
             self._monitor.tick()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import compress, islice
+from itertools import compress
 
 import msgspec
 
@@ -44,10 +44,8 @@ class Promises:
 
     def __init__(self, counters: Counter[str], now: Callable[[], float]) -> None:
         self._counters, self._now = counters, now
-        self._of: dict[int, dict[int, OpenPromise]] = {}
+        self._of: dict[tuple[int, int], OpenPromise] = {}
         """By connection and number."""
-        self._quiet: dict[OpenPromise, None] = {}
-        """All promises, the longest quiet first."""
         self._by_key: dict[m.ChunkKey, OpenPromise] = {}
 
     def __len__(self) -> int:
@@ -89,7 +87,7 @@ class Promises:
         if not (request.number or request.keys):
             self.drop_client(client)
             return 0
-        promised = self._of.get(client.id, {}).get(request.number)
+        promised = self._of.get((client.id, request.number))
         if promised is not None and not lacking:
             self._drop([promised])
         elif promised is not None:
@@ -110,7 +108,7 @@ class Promises:
             if (promised := self._by_key.get(key)) is not None:
                 self._counters["promised_chunks_arrived"] += 1
                 promised.confirmed = promised.begun = True
-                self._progress(promised)
+                promised.at = self._now()
                 self._remove(promised, [key])
 
     def stored(self, keys: Iterable[m.ChunkKey], pooled: Directory) -> None:
@@ -120,7 +118,7 @@ class Promises:
             first, rank = _first(key), int.from_bytes(key[-m.RANK_BYTES :], "big")
             promised = self._by_key.get(first)
             if promised is not None and rank < promised.ranks:
-                self._progress(promised)
+                promised.at = self._now()
                 stored[promised.ranks][first] = None
         # All chunks at once: a look-up for each chunk and rank would take a long turn.
         for ranks, chunks in stored.items():
@@ -136,15 +134,16 @@ class Promises:
                 self._remove(promised, [key])
 
     def drop_client(self, client: Peer) -> None:
-        self._drop(list(self._of.get(client.id, {}).values()))
+        self._drop([one for one in self._of.values() if one.client.id == client.id])
 
     def clear(self, namespace: bytes) -> None:
         """Drop the promises of a namespace; all with b""."""
-        self._drop([old for old in self._quiet if next(iter(old.left)).startswith(namespace)])
+        every = self._of.values()
+        self._drop([one for one in every if next(iter(one.left)).startswith(namespace)])
 
     def tick(self) -> None:
-        oldest = list(islice(self._quiet, 64))
-        self._drop([old for old in oldest if old.at + self.QUIET_SECONDS < self._now()])
+        quiet_since = self._now() - self.QUIET_SECONDS
+        self._drop([one for one in self._of.values() if one.at < quiet_since])
 
     # ---- inside
 
@@ -158,7 +157,7 @@ class Promises:
         self, client: Peer, number: int, lacking: Sequence[m.ChunkKey], ranks: int
     ) -> OpenPromise | None:
         """Add chunks to a promise, up to the limits. None if the promise has no chunk."""
-        promised = self._of.get(client.id, {}).get(number)
+        promised = self._of.get((client.id, number))
         if promised is None:
             promised = OpenPromise(client, number, ranks, 0.0, client.chunk_seconds, {})
         room = min(self.MAX_PROMISED - len(self._by_key), m.MAX_KEYS - len(promised.left))
@@ -170,24 +169,15 @@ class Promises:
         if not promised.left:
             return None
         self._counters["promised_chunks"] += len(new)
-        self._of.setdefault(client.id, {})[number] = promised
-        self._progress(promised)
-        return promised
-
-    def _progress(self, promised: OpenPromise) -> None:
+        self._of[client.id, number] = promised
         promised.at = self._now()
-        self._quiet.pop(promised, None)
-        self._quiet[promised] = None
+        return promised
 
     def _remove(self, promised: OpenPromise, keys: Iterable[m.ChunkKey]) -> None:
         for key in keys:
             del self._by_key[key], promised.left[key]
         if not promised.left:
-            del self._quiet[promised]
-            of_client = self._of[promised.client.id]
-            del of_client[promised.number]
-            if not of_client:
-                del self._of[promised.client.id]
+            del self._of[promised.client.id, promised.number]
 
     def _drop(self, promises: Sequence[OpenPromise]) -> None:
         for promised in promises:

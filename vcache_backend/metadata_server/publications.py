@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import eq, itemgetter
 from typing import Any, Literal, NamedTuple
 
@@ -21,8 +21,6 @@ from vcache_backend.protocol.generation_table import ForeignTable
 
 BLOCK_BYTES = 256
 """About how much of the server's memory an instance takes for each of its blocks."""
-COMPARED = 16
-"""As many blocks of a run are compared in the time of a look into the tables."""
 ONE_FULL = [m.BlockTable("full")]
 Chunk = tuple[int, int, int]
 """Of a chunk: the last block, its generation, and the first block."""
@@ -42,7 +40,7 @@ class Piece(NamedTuple):
     def packed(self, stop: int) -> m.ResidentRun:
         """The run before block `stop`, where the hit ends; maybe empty."""
         packs = b"".join(self.blocks), b"".join(self.generations)
-        run = m.ResidentRun(self.table, self.first, self.there.join.instance, *packs)
+        run = m.ResidentRun(self.first, *packs, self.table, self.there.join.instance)
         return run.cut(self.first, max(self.first, min(stop, self.stop)))
 
 
@@ -114,10 +112,9 @@ class InstancePublications:
             raise Refused(f"publish: rank {rank} of an instance that joined with {self.ranks}")
         if sum(run.count for run in runs) > m.MAX_PUBLISHED:
             raise Refused(f"publish: more than {m.MAX_PUBLISHED:,} blocks")
-        made = [self._unpacked(rank, run) for run in runs]
-        return [
-            end for run, piece in zip(runs, made, strict=True) for end in self._take(run, piece)
-        ]
+        made = [self._unpacked(run) for run in runs]
+        taken = [self._take(rank, run, *blocks) for run, blocks in zip(runs, made, strict=True)]
+        return [end for ends in taken for end in ends]
 
     def clear(self) -> int:
         """Forget all blocks. Returns how many."""
@@ -149,16 +146,12 @@ class InstancePublications:
             at = self._before(at, name)
         return found
 
-    def follow(
-        self, table: int, hashes: bytes, first: int, stop: int, looks: int
-    ) -> tuple[Piece, int]:
+    def follow(self, table: int, hashes: bytes, first: int, stop: int) -> Piece:
         """Collect the blocks of a table with the packed `hashes` from number `first` on, up to
-        `stop`, as long as they are here and unchanged. looks: how many runs to look for; comparing
-        `COMPARED` blocks counts as one more. Returns how many remain, too."""
+        `stop`, as long as they are here and unchanged."""
         end, size, at = self._suffixes[table], m.HASH_BYTES, first
         blocks, generations = list[bytearray](), list[bytearray]()
-        while at < stop and looks > 0:
-            looks -= 1
+        while at < stop:
             name = hashes[at * size : (at + 1) * size]
             if not (place := self.at(name + end if end else name)):
                 break
@@ -167,11 +160,10 @@ class InstancePublications:
                 count = _common(self._hashes, place, hashes, at, min(count, stop - at))
                 changed = self._right(place, place + count).find(0) if count > 1 else 0
                 count = changed if changed > 0 else count
-                looks -= count // COMPARED
             blocks.append(self._packed[4 * place : 4 * (place + count)])
             generations.append(self._counted[8 * place : 8 * (place + count)])
             at += count
-        return Piece(self, table, first, at, blocks, generations), looks
+        return Piece(self, table, first, at, blocks, generations)
 
     def has(self, hash_: bytes) -> bool:
         """Whether the leading table has a block of this hash."""
@@ -187,59 +179,48 @@ class InstancePublications:
 
     # ---- inside
 
-    def _unpacked(self, rank: int, run: m.BlockRun) -> LogPiece:
-        """Check and unpack one run."""
+    def _unpacked(self, run: m.BlockRun) -> tuple[list[int], list[int]]:
+        """The numbers and generations of a run, checked."""
         count = run.count
         sizes = len(run.hashes), len(run.blocks), len(run.generations)
         if sizes != (count * m.HASH_BYTES, count * m.NUMBER_BYTES, count * m.GENERATION_BYTES):
             raise Refused(f"publish: {sizes} B of hashes, numbers and generations")
         if run.table >= len(self.tables):
             raise Refused(f"publish: table {run.table} of an instance with {len(self.tables)}")
-        numbers = struct.unpack(f"<{count}I", run.blocks)
+        numbers = list(struct.unpack(f"<{count}I", run.blocks))
         if numbers and max(numbers) >= self.blocks:
             raise Refused(f"publish: block {max(numbers):,} of an instance with {self.blocks:,}")
-        generations = struct.unpack(f"<{count}Q", run.generations)
+        generations = list(struct.unpack(f"<{count}Q", run.generations))
         if any(number & 1 for number in set(generations)):
             raise Refused("publish: an odd generation, of a block that must not be read")
-        return LogPiece(run.table, run.hashes, numbers, generations, [1 << rank] * count)
+        return numbers, generations
 
-    def _take(self, run: m.BlockRun, piece: LogPiece) -> Iterator[bytes]:
-        """Put the unchanged blocks that are not here yet into the log. See `publish`."""
-        scale, end, new = self.tables[run.table].scale, self._suffixes[run.table], 0
-        chunk = self.each // scale if run.table == self.leading and not self.each % scale else 0
-        hashes = [hash_ for (hash_,) in struct.iter_unpack(f"{m.HASH_BYTES}s", run.hashes)]
-        names = [hash_ + end for hash_ in hashes] if end else hashes
-        right = list(map(eq, map(self._counters.__getitem__, piece.numbers), piece.generations))
-        if all(right) and self.named.keys().isdisjoint(names):  # mostly
+    def _take(
+        self, rank: int, run: m.BlockRun, numbers: list[int], generations: list[int]
+    ) -> list[bytes]:
+        """Note that a rank has published a run. See `publish`."""
+        places, table, size = [self._place_of[at] for at in numbers], run.table, m.HASH_BYTES
+        before = [
+            self._agreed[at] if self._generations[at] == generation else 0
+            for at, generation in zip(places, generations, strict=True)
+        ]
+        right = map(eq, map(self._counters.__getitem__, numbers), generations)
+        # Nobody needs to wait for a block that has changed.
+        by = zip(before, right, strict=True)
+        after = [told | 1 << rank if same else self._all for told, same in by]
+        piece = LogPiece(table, run.hashes, numbers, generations, after)
+        first, stop = (places[0], places[0] + run.count) if places else (0, 0)
+        if first and places == [*range(first, stop)] and self._piece(first, stop)[:4] == piece[:4]:
+            self._agreed[first:stop] = array("Q", after)
+            for at in range(first, stop):
+                self._find(at)
+        else:
             self._append(piece)
-            if self.ranks == 1 and chunk:
-                yield from hashes[-(run.first + 1) % chunk :: chunk]
-            return
-        for at, name in enumerate(names):
-            before, agreed = 0, piece.agreed[at]
-            if not right[at]:
-                # Nobody needs to wait for it.
-                agreed = self._all
-                self._append(_cut(piece, new, at))
-                new = at + 1
-            elif place := self._same(name, piece.numbers[at], piece.generations[at]):
-                before = self._agreed[place]
-                self._agreed[place] = agreed = agreed | before
-                self._find(place)
-                self._append(_cut(piece, new, at))
-                new = at + 1
-            if chunk and before != agreed == self._all and not (run.first + at + 1) % chunk:
-                yield hashes[at]
-        self._append(_cut(piece, new, len(names)))
-
-    def _same(self, name: bytes, block: int, generation: int) -> int:
-        """The place at which a block is already; 0: none."""
-        at = self.named.get(name, 0)
-        for _ in range(self.MAX_ALIKE):
-            if not at or (self._numbers[at] == block and self._generations[at] == generation):
-                return at
-            at = self._before(at, name)
-        return 0
+        scale = self.tables[table].scale
+        chunk = self.each // scale if table == self.leading and not self.each % scale else 0
+        ends = range(-(run.first + 1) % chunk, run.count, chunk) if chunk else ()
+        new = [at for at in ends if before[at] != after[at] == self._all]
+        return [run.hashes[at * size : (at + 1) * size] for at in new]
 
     def _newest(self, name: bytes) -> int:
         """The newest place of a name, after forgetting changed blocks; 0: none."""
@@ -271,6 +252,8 @@ class InstancePublications:
             end, named, places = self._suffixes[table], self.named, self._place_of
             names = struct.iter_unpack(f"{m.HASH_BYTES}s", hashes)
             for at, (block, (name,)) in enumerate(zip(numbers, names, strict=True), first):
+                if not self._is_right(at):
+                    continue
                 if old := places[block]:
                     self._forget(old)
                 name += end
@@ -352,17 +335,6 @@ class InstancePublications:
 def _numbers(kind: Literal["I", "Q"], size: int) -> memoryview[int]:
     memory: memoryview[Any] = memoryview(bytearray(struct.calcsize(kind) * size))
     return memory.cast(kind)
-
-
-def _cut(piece: LogPiece, first: int, stop: int) -> LogPiece:
-    """The blocks [first, stop) of a piece."""
-    return LogPiece(
-        piece.table,
-        piece.hashes[first * m.HASH_BYTES : stop * m.HASH_BYTES],
-        piece.numbers[first:stop],
-        piece.generations[first:stop],
-        piece.agreed[first:stop],
-    )
 
 
 def _common(ours: bytearray, at: int, theirs: bytes, first: int, count: int) -> int:

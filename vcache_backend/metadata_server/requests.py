@@ -13,7 +13,7 @@ import msgspec
 from vcache_backend.errors import Refused
 from vcache_backend.histogram import Histogram
 from vcache_backend.metadata_server import hits
-from vcache_backend.metadata_server.directory import Backlog, Directory
+from vcache_backend.metadata_server.directory import Directory
 from vcache_backend.metadata_server.instances import InstanceRegistry
 from vcache_backend.metadata_server.processes import Answer, Descriptor, Peer, ProcessId
 from vcache_backend.metadata_server.promises import Promises
@@ -42,9 +42,9 @@ class Service:
         """epoch: changes with every start. max_segments: the most fds to keep for segments and
         instances. pidfd: see `Watch.pidfd`. Others: see `Directory`."""
         self.max_segments, self.epoch, self._now = max_segments, epoch, now
-        self.backlog, self.counters = Backlog(), Counter[str]()
+        self.counters = Counter[str]()
         self.promises = Promises(self.counters, now)
-        pool = self.backlog, self.counters, resets, keep, self._was_reset
+        pool = self.counters, resets, keep, self._was_reset
         self.directory = Directory(now, write_seconds, *pool)
         arrived = self.promises.arrived
         self.instances = InstanceRegistry(self.counters, arrived, self._spare, pidfd)
@@ -193,9 +193,7 @@ class Service:
                 known = f"{was.nbytes:,} B of {was.medium} on {was.device}"
                 what = f"{nbytes:,} B of {info.medium} on {info.device}"
                 raise Refused(f"segment {id_} is {known}, not {what}")
-            if region.state != "live":
-                raise Refused(f"segment {id_} was dropped")
-            return m.Added(0), region.fds[1:]
+            return m.Count(0), region.fds[1:]
         if len(self.directory.regions) >= m.MAX_SEGMENTS:
             raise Refused(f"{m.MAX_SEGMENTS} segments are there, the most there can be")
         if self._spare() <= 1:
@@ -212,11 +210,11 @@ class Service:
             raise Refused(f"segment {id_}, its table: {why}") from error
         region.fds.insert(0, Descriptor(fds.pop(0)))
         client.claimed = 0
-        return m.Added(self.directory.add(region)), region.fds[1:]
+        return m.Count(self.directory.add(region)), region.fds[1:]
 
     def _open_segment(self, id_: m.SegmentId) -> Answer:
         region = self.directory.region(id_)
-        if region is None or region.state != "live":
+        if region is None:
             raise Refused(f"segment {id_} was dropped, or not offered since a restart")
         return m.Opened(region.described()), region.fds
 
@@ -264,9 +262,11 @@ class Service:
         namespace, keys = request.namespace, list[m.ChunkKey]()
         if self._needs_keys(request):
             keys = m.chunk_keys(namespace, request.hashes, request.each)
-        own, others = self.instances.published(request.instance), self.instances.others(request)
+        own = self.instances.published(request.instance)
+        others = self.instances.others(request, own)
         answer = hits.find(request, keys, self.directory, own, others)
-        counters["resident_hits"] += answer.end // request.each if answer.residents else 0
+        if answer.residents:
+            counters["resident_hits"] += answer.end // request.each
         found, epoch = len(answer.pooled), self.directory.epoch([m.ChunkKey(namespace)])
         counters["lookup_chunks"] += count
         counters["lookup_hits"] += found

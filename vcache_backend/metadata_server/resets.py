@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import mmap
 import os
-import struct
+from contextlib import suppress
 from typing import NamedTuple
 
 from vcache_backend.metadata_server import processes
-from vcache_backend.protocol.messages import NAMESPACE_BYTES
 
 
 class Reset(NamedTuple):
@@ -23,12 +23,8 @@ class Reset(NamedTuple):
 Resets = dict[bytes, Reset]
 """By namespace. b"" stands for all namespaces that are not listed."""
 
-_HEADER = struct.Struct("<8s16sQ")
-"""What it is, the clock of its numbers (a boot and a time namespace), and how many rows follow."""
-_ROW = struct.Struct(f"<{NAMESPACE_BYTES}sQQ")
-_MAGIC = b"vcache-r"
-MAX_RESETS = (mmap.PAGESIZE - _HEADER.size) // _ROW.size - 1
-"""The most namespaces with a reset of their own, beside b""."""
+MAX_RESETS = 50
+"""The most namespaces with a reset of their own, beside b"". They fit into a page."""
 
 
 def of(resets: Resets, namespace: bytes) -> Reset:
@@ -46,20 +42,18 @@ class ResetsFile:
 
     def read(self) -> Resets:
         """The resets that an earlier server wrote; none if their numbers are of another clock."""
-        page = os.pread(self._fd, mmap.PAGESIZE, 0)
-        magic, clock, count = _HEADER.unpack_from(page)
-        if (magic, clock) != (_MAGIC, _clock()):
-            return {}
-        whole = page[_HEADER.size :][: min(count, MAX_RESETS + 1) * _ROW.size]
-        rows = _ROW.iter_unpack(whole)
-        return {name if any(name) else b"": Reset(first, epoch) for name, first, epoch in rows}
+        with suppress(ValueError):  # nobody has written any
+            clock, resets = json.loads(os.pread(self._fd, mmap.PAGESIZE, 0).rstrip(b"\0"))
+            if clock == _clock():
+                return {bytes.fromhex(name): Reset(*one) for name, one in resets.items()}
+        return {}
 
     def write(self, resets: Resets) -> None:
         """Replace them. At most `MAX_RESETS` and b""."""
-        rows = [_ROW.pack(name, *reset) for name, reset in resets.items()]
-        page = _HEADER.pack(_MAGIC, _clock(), len(rows)) + b"".join(rows)
-        os.pwrite(self._fd, page.ljust(mmap.PAGESIZE, b"\0"), 0)
+        page = json.dumps([_clock(), {name.hex(): reset for name, reset in resets.items()}])
+        os.pwrite(self._fd, page.encode().ljust(mmap.PAGESIZE, b"\0"), 0)
 
 
-def _clock() -> bytes:
-    return hashlib.sha256(processes.namespaces().split(b" ", 1)[1]).digest()[:16]
+def _clock() -> str:
+    """What the numbers are times of: a boot and a time namespace."""
+    return hashlib.sha256(processes.namespaces().split(b" ", 1)[1]).hexdigest()

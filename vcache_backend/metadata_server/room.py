@@ -4,11 +4,11 @@ a clock, no socket."""
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
 
 from vcache_backend.metadata_server.processes import Peer
-from vcache_backend.metadata_server.slots import SLAB_BITS, SLAB_SLOTS, SLABS, SlotRegion
+from vcache_backend.metadata_server.slots import SLAB_BITS, SLABS, SlotRegion
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.generation_table import SLOTS
 
@@ -52,20 +52,21 @@ class Room:
                 region.pins[slot] = until
             self.chunks.move_to_end(key)
 
-    def evict(self, key: m.ChunkKey) -> None:
-        """Forget a chunk. Its slot is free."""
-        region, slot = self.forget(key)
-        region.give(slot)
+    def evict(self, *keys: m.ChunkKey) -> None:
+        """Forget chunks. Their slots are free."""
+        for region, slot in map(self.at, self.forget(keys)):
+            region.give(slot)
 
-    def forget(self, key: m.ChunkKey) -> tuple[SlotRegion, int]:
-        """Forget a chunk. The caller gives its slot to another one, or frees it."""
-        place = self.chunks.pop(key)
-        region, slot = self.regions[place >> SLOT_BITS], place & SLOT_MASK
-        region.void(slot)
-        region.pins[slot] = 0.0
-        region.chunks -= 1
-        self.of_space[key[: m.NAMESPACE_BYTES]] -= 1
-        return region, slot
+    def forget(self, keys: Sequence[m.ChunkKey]) -> list[int]:
+        """Forget chunks. Returns their places, which the caller grants to others, or frees."""
+        places = [self.chunks.pop(key) for key in keys]
+        for key, place in zip(keys, places, strict=True):
+            region, slot = self.regions[place >> SLOT_BITS], place & SLOT_MASK
+            region.generations[slot] |= 1
+            region.pins[slot] = 0.0
+            region.chunks -= 1
+            self.of_space[key[: m.NAMESPACE_BYTES]] -= 1
+        return places
 
     def take(self, client: Peer, size: int, most: int, pending: int) -> list[int]:
         """Take up to so many slots of this size, which the caller grants at once: free ones, on the
@@ -73,38 +74,38 @@ class Room:
         chunks are being written."""
         allowed = max(self.MAX_CHUNKS - len(self.chunks) - pending, 0)
         taken = list(islice(self._free_slots(client, size), min(most, allowed)))
-        looks, slots = self.MAX_SEARCH, SLAB_SLOTS
-        while len(taken) < most and looks > 0 and slots > 0:
-            before = len(taken)
-            equal, others, passed = self._victims(client, size, most - before, looks)
-            for key, place in equal:
-                self.forget(key)
-                self.regions[place >> SLOT_BITS].evictions += 1
-                taken.append(place)
-            self._counters["evicted"] += len(equal)
+        looks = self.MAX_SEARCH
+        while len(taken) < most and looks > 0:
+            equal, others, passed = self._victims(client, size, most - len(taken), looks)
             looks -= max(len(passed), self.MAX_SEARCH // 8)
-            while others and len(taken) == before and slots > 0:
+            new = self._leave(equal)
+            while others and not new:
                 at = others.pop(0)
-                slots -= self.regions[at // SLABS].slabs[at % SLABS].slots
                 if self._resized(at, size):
-                    taken += islice(self._of_slab(*divmod(at, SLABS), size), most - before)
-            if len(taken) == before:  # let the next search begin behind them
-                for key, _ in passed:
+                    new = list(islice(self._of_slab(*divmod(at, SLABS), size), most - len(taken)))
+            if not new:  # let the next search begin behind them
+                for key in passed:
                     self.chunks.move_to_end(key)
                 if len(passed) >= len(self.chunks):
                     break
+            taken += new
         return taken
+
+    def _leave(self, keys: Sequence[m.ChunkKey]) -> list[int]:
+        """The places of chunks that leave for others."""
+        places = self.forget(keys)
+        for place in places:
+            self.regions[place >> SLOT_BITS].evictions += 1
+        self._counters["evicted"] += len(places)
+        return places
 
     def _free_slots(self, client: Peer, size: int) -> Iterator[int]:
         rank = {
             n: (r.device != client.device, -r.unused)
             for n, r in self.regions.items()
-            if r.unused >= size and r.rebuilt and usable(r, client)
+            if r.unused >= size and usable(r, client)
         }
-        return self._each_free(sorted(rank, key=rank.__getitem__), size)
-
-    def _each_free(self, numbers: list[int], size: int) -> Iterator[int]:
-        for number in numbers:
+        for number in sorted(rank, key=rank.__getitem__):
             region = self.regions[number]
             for slab in count():
                 if slab == len(region.slabs) and region.cut(size) is None:
@@ -123,12 +124,12 @@ class Room:
 
     def _victims(
         self, client: Peer, size: int, most: int, looks: int
-    ) -> tuple[list[tuple[m.ChunkKey, int]], list[int], list[tuple[m.ChunkKey, int]]]:
+    ) -> tuple[list[m.ChunkKey], list[int], list[m.ChunkKey]]:
         """The least recently used chunks of this size, until `SEARCH` chunks of other sizes or
         `looks` of any kind that stay were used before; the slabs of those of other sizes; all that
         stay."""
-        now, equal, others = self._now(), list[tuple[m.ChunkKey, int]](), dict[int, None]()
-        passed, since = list[tuple[m.ChunkKey, int]](), 0
+        now, equal, others = self._now(), list[m.ChunkKey](), dict[int, None]()
+        passed, since = list[m.ChunkKey](), 0
         sizes = {
             number * SLABS + at: slab.slot_bytes
             for number, region in self.regions.items()
@@ -136,14 +137,14 @@ class Room:
             for at, slab in enumerate(region.slabs)
             if slab.nbytes >= size
         }
-        for chunk in self.chunks.items():
-            place, at = chunk[1], chunk[1] >> SLAB_BITS
+        for key, place in self.chunks.items():
+            at = place >> SLAB_BITS
             may_go = at in sizes and self.regions[at // SLABS].pins[place & SLOT_MASK] <= now
             if may_go and sizes[at] == size:
-                equal.append(chunk)
+                equal.append(key)
                 since = 0
             else:
-                passed.append(chunk)
+                passed.append(key)
                 if may_go:
                     others[at] = None
                     since += 1
@@ -157,22 +158,19 @@ class Room:
         number, slab_number = divmod(at, SLABS)
         region = self.regions[number]
         slab, first = region.slabs[slab_number], slab_number << SLAB_BITS
-        if slab.nbytes < size or not region.rebuilt:
+        if slab.nbytes < size:
             return False
         if max(region.pins[first : first + slab.slots]) > self._now():
             return False
         used = list(region.occupied(first, slab.slots))
         if not all(one.committed for one in used):
             return False
-        for one in used:
-            self.evict(one.key)
-        region.evictions += len(used)
-        self._counters["evicted"] += len(used)
+        for place in self._leave([one.key for one in used]):
+            region.give(place & SLOT_MASK)
         region.resize(slab_number, size)
         return True
 
 
 def usable(region: SlotRegion, client: Peer) -> bool:
     """Whether a client may store in a segment."""
-    here = region.state == "live" and region.medium == client.medium
-    return here and region.id not in client.avoids
+    return region.medium == client.medium and region.id not in client.avoids

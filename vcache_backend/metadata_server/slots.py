@@ -37,7 +37,7 @@ from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.processes import Descriptor, ProcessId
 from vcache_backend.protocol import generation_table as layout
 from vcache_backend.protocol.generation_table import SLOTS
-from vcache_backend.protocol.messages import KEY_BYTES, ChunkKey, SegmentInfo, SegmentState
+from vcache_backend.protocol.messages import KEY_BYTES, ChunkKey, SegmentInfo
 
 ALIGNMENT = 256
 """Slots start and end on multiples of 256, CUDA's allocation alignment: 16-byte vector accesses
@@ -76,10 +76,11 @@ class Slot(NamedTuple):
 
 class Slab:
     """A part of a segment with slots of one size; all in bytes. free: the numbers of free slots
-    within the slab; none before the slab was read."""
+    within the slab; none before the slab of an earlier server was read."""
 
     def __init__(self, offset: int, slot_bytes: int, nbytes: int, is_read: bool = True) -> None:
         self.offset, self.slot_bytes, self.nbytes = offset, slot_bytes, nbytes
+        self.is_read = is_read
         self.slots = min(nbytes // slot_bytes, SLAB_SLOTS)
         self.free = list(range(self.slots - 1, -1, -1)) if is_read else []
 
@@ -92,10 +93,8 @@ class Slab:
 class SlotRegion:
     """A segment with its table. One thread. Use `create` or `take_over`.
 
-    fds: the table's, for clients, and before it the segment's, once known. state: live, or draining
-    while the server forgets its chunks. rebuilt: whether all slots of an earlier server's table
-    were read; before that none of the free ones is granted. unused: bytes outside of all slabs and
-    in free slots."""
+    fds: the table's, for clients, and before it the segment's, once known. unused: bytes outside of
+    all slabs and in free slots."""
 
     SLABS_WANTED = 32
     """A slab has this part of its segment, or one slot."""
@@ -108,12 +107,10 @@ class SlotRegion:
             info.medium,
             info.nbytes,
         )
-        self.state: SegmentState = "live"
         self._same_pids = memory[_SCOPE_AT : _SCOPE_AT + 16] == _scope(info)[:16]
         """Whether a pid means the same process here as in the records."""
         self.slabs = list(_slabs(memory))
-        self.rebuilt, self.unused = not self.slabs, self.nbytes
-        self.chunks = self.evictions = 0
+        self.unused, self.chunks, self.evictions = self.nbytes, 0, 0
         self.pins = memoryview(mmap.mmap(-1, 8 * SLOTS)).cast("d")
         """Until when a slot's chunk is not evicted."""
         self.fds = [Descriptor(os.open(_reopened(file), os.O_RDONLY | os.O_CLOEXEC))]
@@ -168,7 +165,6 @@ class SlotRegion:
             used=self.nbytes - self.unused,
             chunks=self.chunks,
             evictions=self.evictions,
-            state=self.state,
         )
 
     # ---- slots

@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from time import perf_counter
 from typing import Any
 
@@ -79,10 +78,8 @@ class Store:
         return self._call("put", "put", names, places) or [FAILED] * len(names)
 
     def forget(self, name: str) -> None:
-        """Remove an object within `call_seconds`. Failures are ignored."""
-        if (process := self._usable_process()) is not None:
-            with suppress(StoreDown):
-                process.call("remove", [name], seconds=self._config.call_seconds, kill=False)
+        """Remove an object within `call_seconds`."""
+        self._call("remove", "remove", [name], kill=False)
 
     def snapshot(self) -> dict[str, Any]:
         process = self._process

@@ -34,9 +34,6 @@ from vcache_backend.vram_pool.pool import Pool
 
 log = logging.getLogger(__name__)
 
-DROPPED = ("backlog", "down", "gone", "full", "failed")
-"""The reasons why a chunk was not written."""
-
 
 # ---- buffers
 
@@ -339,7 +336,7 @@ class Writer:
             begin, buffer = int(slots[number - run.first]), self._buffers[number]
             self._copy(segment.whole[begin : begin + nbytes], buffer.chunk)
             self._format.seal(buffer.memory.numpy(), names[number])
-        stop = run.first + segment.view.leading(run.slots, run.generations)
+        stop = run.first + segment.view.leading(run.blocks, run.generations)
         return [(names[number], self._buffers[number].place) for number in lacking if number < stop]
 
     def _copy(self, chunk: torch.Tensor, target: torch.Tensor) -> None:

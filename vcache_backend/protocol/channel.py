@@ -38,16 +38,15 @@ R = TypeVar("R", bound=m.Reply)
 class Sent(Generic[R]):
     """A request whose answer will be read by `answer` or by the next call on the channel.
 
-    The next call reads the answer into this object. `received`: a list for the answer's fds."""
+    The next call reads the answer into this object. received: gets the answer's fds, unless
+    None."""
 
-    def __init__(
-        self, channel: Channel, request: m.Request, kind: type[R], received: list[int] | None = None
-    ) -> None:
-        self.request, self.kind, self.received, self._channel = request, kind, received, channel
+    def __init__(self, channel: Channel, request: m.Request, kind: type[R]) -> None:
+        self.request, self.kind, self._channel = request, kind, channel
+        self.received: list[int] | None = None
         self.reply: m.Reply | None = None
         self.lost = ""
-        self.ahead = 0.0
-        """When it was sent, by `time.perf_counter`, if the answer is read by a later call; or 0."""
+        self.at = time.perf_counter()
 
     @property
     def over(self) -> bool:
@@ -93,8 +92,6 @@ class Channel:
         self._link: ServerLink | None = None
         self._unread: deque[Sent[Any]] = deque()
         self._down = f"never connected to {path}"
-        self._late = ""
-        """The late call that ended the last connection, until the next attempt to connect."""
         self._complained, self._late_at = False, -math.inf
         self.on_killed: Callable[[], None] = lambda: None
         """Called in the background thread to start another server, after a killed server has stayed
@@ -163,11 +160,10 @@ class Channel:
         kind: type[R],
         seconds: float | None = None,
         fds: Sequence[int] = (),
-        received: list[int] | None = None,
     ) -> R:
-        """Send a request with `fds`, and wait for the answer. `received` gets the answer's fds."""
-        data, sent = sockets.encode(request), Sent(self, request, kind, received)
-        self._exchange(sent, seconds, data=data, fds=fds)
+        """Send a request with `fds`, and wait for the answer."""
+        sent = Sent(self, request, kind)
+        self._exchange(sent, seconds, data=sockets.encode(request), fds=fds)
         return sent.answer()
 
     def _open(
@@ -180,9 +176,11 @@ class Channel:
     ) -> tuple[R, list[int]]:
         """Send a request, with the fds `sends`, whose answer brings fds, which the caller closes.
         due: the number of fds that a reply should bring. ProtocolError if the number is wrong."""
-        fds: list[int] = []
+        sent, fds = Sent(self, request, kind), list[int]()
+        sent.received = fds
         try:
-            reply = self._call(request, kind, seconds, sends, received=fds)
+            self._exchange(sent, seconds, data=sockets.encode(request), fds=sends)
+            reply = sent.answer()
             if len(fds) != due(reply):
                 raise ProtocolError(
                     f"{len(fds)} fds came along, {due(reply)} were due; if fewer came, this "
@@ -195,9 +193,8 @@ class Channel:
 
     def _send(self, request: m.Request, kind: type[R], seconds: float) -> Sent[R]:
         """Send a request within `seconds`. The answer is read later."""
-        data, sent = sockets.encode(request), Sent(self, request, kind)
-        sent.ahead = time.perf_counter()
-        self._exchange(sent, seconds, drops=False, data=data, reads=False)
+        sent = Sent(self, request, kind)
+        self._exchange(sent, seconds, drops=False, data=sockets.encode(request), reads=False)
         return sent
 
     def _read_unread(self, link: ServerLink, deadline: float, last: Sent[Any]) -> None:
@@ -230,10 +227,8 @@ class Channel:
         deadline = time.perf_counter() + seconds
         self.require()
         if not self._lock.acquire(timeout=max(0.0, seconds)):
-            raise ServerTimeout(
-                f"{_named(sent.request)} waited {seconds:.3g} s for other calls to the metadata "
-                f"server at {self._path}"
-            )
+            others = f"for other calls to the metadata server at {self._path}"
+            raise ServerTimeout(f"{_named(sent.request)} waited {seconds:.3g} s {others}")
         try:
             link = self._link
             if link is None:
@@ -248,7 +243,7 @@ class Channel:
                 if reads:
                     self._read_unread(link, deadline, sent)
             except (OSError, ProtocolError, msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise self._failure(link, sent, error, seconds, drops) from error
+                raise self._failure(link, sent, error, drops) from error
             except BaseException:
                 # A signal handler raised: the answer will still come, and must not be taken for the
                 # next call's answer.
@@ -258,19 +253,19 @@ class Channel:
             self._lock.release()
 
     def _failure(
-        self, link: ServerLink, sent: Sent[Any], error: Exception, seconds: float, drops: bool
+        self, link: ServerLink, sent: Sent[Any], error: Exception, drops: bool
     ) -> VCacheError:
         """What a call raises after this error, which may drop the connection. See `_exchange`."""
         if not isinstance(error, TimeoutError):
             self._drop(link, f"connection to the metadata server at {self._path} lost: {error}")
             return ServerUnavailable(self._down)
-        if sent.ahead:
-            seconds = time.perf_counter() - sent.ahead
-        call = _named(sent.request)
-        late = f"metadata server at {self._path} did not answer {call} in {seconds:.3g} s"
+        call = f"{_named(sent.request)} in {time.perf_counter() - sent.at:.2g} s"
+        late = f"metadata server at {self._path} did not answer {call}"
         if drops:
-            self._late = late
             self._drop(link, late)
+            if time.monotonic() >= self._late_at + 60:
+                self._late_at = time.monotonic()
+                log.warning("vcache: %s", late)
         return ServerTimeout(late)
 
     # ---- connection
@@ -310,25 +305,20 @@ class Channel:
                 return f"what listens at {at} {why}; set server.socket to that of a metadata server"
             case PermissionError():
                 why = f"{error.strerror}; its user lets others in by server.allow_uids"
-                return f"no connection to the metadata server at {at}: {why}"
             case OSError(errno=errno.ELOOP):
                 why = f"{error.strerror}; look at that path, and at server.socket"
-                return f"no connection to the metadata server at {at}: {why}"
             case _:
-                return f"no connection to the metadata server at {at}: {error}"
+                why = str(error)
+        return f"no connection to the metadata server at {at}: {why}"
 
     def _greet(self, welcome: m.Welcome) -> None:
         for line in welcome.mismatches:
             log.warning("vcache: %s", line)
         restarted = self.epoch not in (0, welcome.epoch)
         self.epoch = welcome.epoch
-        late, self._late, now = self._late, "", time.monotonic()
         _call_all(self.on_return, "after a reconnection")
         if restarted or self._complained:
             log.warning("vcache: connected to the metadata server at %s again", self._path)
-        elif late and now >= self._late_at + 60:
-            self._late_at = now
-            log.warning("vcache: %s, and let this process connect again at once", late)
         self._complained = False
 
     def _drop(self, link: ServerLink, reason: str) -> None:
@@ -352,66 +342,19 @@ class Channel:
             if self.connected and not self._stop.is_set():
                 _call_all(self.on_beat, "heartbeat")
             return self._stop.is_set()
-        if not (self._late or self._complained or self._stop.is_set()):
-            self._complained = True
-            log.warning("vcache: %s; KV is computed, not shared, until it is back", self._down)
-        self._stop.wait(self._pauses.next())
-        if self._stop.is_set():
+        if self._stop.wait(self._pauses.next()):
             return True
         if self._try_connect():
             self._wake.set()
-        else:
-            self._late = ""
-            self._start_again()
-        return False
-
-    def _start_again(self) -> None:
-        """Call `on_killed` if the server was killed and has stayed away for `KILLED_SECONDS`."""
+            return False
+        if not self._complained:
+            self._complained = True
+            log.warning("vcache: %s; KV is computed, not shared, until it is back", self._down)
         if time.monotonic() >= max(self._killed_at + self.KILLED_SECONDS, self._start_after):
             self._killed_at = math.inf
             self._start_after = time.monotonic() + 60  # in case the servers do not last
             self.on_killed()
-
-
-class Standing:
-    """Tells the server a fact until `close`: at once, in the caller's thread; after every
-    reconnection, and with every heartbeat while the server refuses it, in the client's thread.
-
-    trouble: why the server does not know the fact now, or empty. Each new refusal is logged."""
-
-    def __init__(self, client: Channel, tell: Callable[[], object], refused: str) -> None:
-        """tell: sends one or several requests. refused: the meaning of a refusal, for the log."""
-        self._client, self._tell, self._refused = client, tell, refused
-        self._lock = threading.Lock()
-        self._closed = False
-        self.trouble = ""
-        client.on_return.append(self._now)
-        client.on_beat.append(self._mend)
-        self._now()
-
-    def close(self) -> None:
-        """Stop telling. The server forgets the fact when the connection closes. Idempotent."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._client.on_return.remove(self._now)
-                self._client.on_beat.remove(self._mend)
-
-    def _mend(self) -> None:
-        if self.trouble:
-            self._now()
-
-    def _now(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            try:
-                self._tell()
-                self.trouble = ""
-            except VCacheError as error:
-                if str(error) != self.trouble and not isinstance(error, ServerUnavailable):
-                    log.warning("%s: %s", self._refused, error)
-                self.trouble = str(error)
+        return False
 
 
 def _named(request: m.Request) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -13,9 +14,11 @@ from pathlib import Path
 import msgspec
 
 from vcache_backend.config import ClientConfig
-from vcache_backend.errors import VCacheError
+from vcache_backend.errors import ServerUnavailable, VCacheError
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.channel import Channel, R, Sent
+
+log = logging.getLogger(__name__)
 
 
 class Client(Channel):
@@ -122,8 +125,8 @@ class Client(Channel):
         request = m.AddSegment(info.id, info.device, info.medium, info.nbytes, table is not None)
         fds = [fd] if table is None else [fd, table]
         seconds = self._config.control_seconds
-        added, got = self._open(request, m.Added, lambda added: 1, seconds, fds)
-        return added.chunks, got[0]
+        added, got = self._open(request, m.Count, lambda added: 1, seconds, fds)
+        return added.count, got[0]
 
     def open_segment(self, id_: m.SegmentId) -> tuple[m.SegmentInfo, int, int]:
         """Open a segment. Returns its fd and its table's fd, which the caller closes."""
@@ -255,6 +258,47 @@ class Client(Channel):
             self.on_segments(self.list_segments())
 
 
+class Standing:
+    """Tells the server a fact until `close`: at once, in the caller's thread; after every
+    reconnection, and with every heartbeat while the server refuses it, in the client's thread.
+
+    trouble: why the server does not know the fact now, or empty. Each new refusal is logged."""
+
+    def __init__(self, client: Client, tell: Callable[[], object], refused: str) -> None:
+        """tell: sends one or several requests. refused: the meaning of a refusal, for the log."""
+        self._client, self._tell, self._refused = client, tell, refused
+        self._lock = threading.Lock()
+        self._closed = False
+        self.trouble = ""
+        client.on_return.append(self._now)
+        client.on_beat.append(self._mend)
+        self._now()
+
+    def close(self) -> None:
+        """Stop telling. The server forgets the fact when the connection closes. Idempotent."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._client.on_return.remove(self._now)
+                self._client.on_beat.remove(self._mend)
+
+    def _mend(self) -> None:
+        if self.trouble:
+            self._now()
+
+    def _now(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            try:
+                self._tell()
+                self.trouble = ""
+            except VCacheError as error:
+                if str(error) != self.trouble and not isinstance(error, ServerUnavailable):
+                    log.warning("%s: %s", self._refused, error)
+                self.trouble = str(error)
+
+
 def _parts(keys: list[m.ChunkKey]) -> list[list[m.ChunkKey]]:
     """Split keys for requests. No keys make one request without keys."""
     starts = range(0, max(len(keys), 1), m.MAX_KEYS)
@@ -265,8 +309,8 @@ def _publications(whole: m.Publish) -> Iterator[m.Publish]:
     """Split a publication for requests. A long run is cut where it is cut on all ranks."""
     runs, count, most = list[m.BlockRun](), 0, m.MAX_PUBLISHED
     for run in whole.runs:
-        for first in range(0, run.count, most):
-            part = run.cut(first, first + most) if run.count > most else run
+        for first in range(run.first, run.stop, most):
+            part = run.cut(first, min(first + most, run.stop))
             if count + part.count > most:
                 yield msgspec.structs.replace(whole, runs=runs)
                 runs, count = [], 0

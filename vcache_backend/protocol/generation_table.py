@@ -39,37 +39,31 @@ def header(owner: bytes, count: int) -> bytes:
     return HEADER.pack(MAGIC, VERSION, 0, owner, count)
 
 
-def mapped(fd: int, owner: bytes, count: int, seals: int = SEALS) -> mmap.mmap:
-    """Map the table behind the caller's `fd` for reading. Raises SegmentError unless it is sealed,
-    belongs to `owner`, an instance or a segment (see `owner_of`), and has `count` generations.
-
-    Checks size and seals first: a mapping that shrinks would kill this process."""
-    with raising_as(SegmentError, "generation table", OSError):
-        size, held = nbytes(count), os.fstat(fd).st_size
-        if reason := lacking(fd, seals):
-            raise SegmentError(f"generation table: {reason}")
-        if held < size:
-            lacks = f"fd {fd} has {held:,} B, and {count:,} generations need {size:,}"
-            raise SegmentError(f"generation table: {lacks}")
-        # Map all pages of a KV cache's table now: otherwise the first readers would wait for each.
-        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if seals == SEALS else 0)
-        memory = mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ)
-    magic, version, _, theirs, here = HEADER.unpack_from(memory)
-    if (magic, version, theirs, here) != (MAGIC, VERSION, owner, count):
-        found = f"{here:,} generations of {theirs.hex()}, {magic!r} {version}"
-        wanted = f"{count:,} of {owner.hex()}, {MAGIC!r} {VERSION}"
-        raise SegmentError(f"generation table: it has {found}; expected are {wanted}")
-    return memory
-
-
 class ForeignTable:
     """Another process's table, mapped for reading as long as this object lives. Any thread.
 
     words: the counters."""
 
     def __init__(self, fd: int, owner: bytes, count: int, seals: int = SEALS) -> None:
-        """Map the table behind the caller's `fd`. Raises SegmentError: see `mapped`."""
-        memory = memoryview(mapped(fd, owner, count, seals))
+        """Map the table behind the caller's `fd`. Raises SegmentError unless it is sealed, belongs
+        to `owner`, an instance or a segment (see `owner_of`), and has `count` generations.
+
+        Checks size and seals first: a mapping that shrinks would kill this process."""
+        with raising_as(SegmentError, "generation table", OSError):
+            size, held = nbytes(count), os.fstat(fd).st_size
+            if reason := lacking(fd, seals):
+                raise SegmentError(f"generation table: {reason}")
+            if held < size:
+                lacks = f"fd {fd} has {held:,} B, and {count:,} generations need {size:,}"
+                raise SegmentError(f"generation table: {lacks}")
+            # Map all pages of a KV cache's table now: the first readers would wait for each.
+            flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if seals == SEALS else 0)
+            memory = memoryview(mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ))
+        magic, version, _, theirs, here = HEADER.unpack_from(memory)
+        if (magic, version, theirs, here) != (MAGIC, VERSION, owner, count):
+            found = f"{here:,} generations of {theirs.hex()}, {magic!r} {version}"
+            wanted = f"{count:,} of {owner.hex()}, {MAGIC!r} {VERSION}"
+            raise SegmentError(f"generation table: it has {found}; expected are {wanted}")
         self.words = memory[mmap.PAGESIZE :][: 8 * count].cast("Q")
         self._dead = memory[DEAD_AT:][:4].cast("I")
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Annotated, Literal, NamedTuple, NewType, cast
+from typing import Annotated, Literal, NewType, Self, cast
 
 import msgspec
+from msgspec.structs import replace
 
-PROTOCOL_VERSION = 27
+PROTOCOL_VERSION = 28
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger
 packet is disconnected."""
@@ -70,7 +71,6 @@ Asker = Annotated[InstanceId, msgspec.Meta(max_length=INSTANCE_BYTES)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 Medium = Literal["cuda", "host"]
-SegmentState = Literal["live", "draining"]
 KEY_BYTES = 26
 NAMESPACE_BYTES = 8
 RANK_BYTES = 2
@@ -159,7 +159,6 @@ class SegmentInfo(msgspec.Struct, frozen=True, array_like=True):
     used: int = 0
     chunks: int = 0
     evictions: int = 0
-    state: SegmentState = "live"
 
 
 class Reported(msgspec.Struct, frozen=True, array_like=True):
@@ -306,14 +305,12 @@ class BlockTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
     reach: Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCKS)] = 0
 
 
-class BlockRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Consecutive blocks of one request in block table `table`, from number `first` on. `hashes`,
-    `blocks`, `generations`: packed, 16, 4 and 8 bytes for each block, little-endian. A block's
-    number and generation name one content for good."""
+class PackedRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Consecutive blocks of a KV cache, or slots of a segment, from number `first` on. `blocks`,
+    `generations`: of each, packed in 4 and 8 bytes, little-endian. A block's or slot's number and
+    its generation name one content for good."""
 
-    table: Annotated[int, msgspec.Meta(ge=0, lt=MAX_TABLES)]
     first: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
-    hashes: bytes
     blocks: bytes
     generations: bytes
 
@@ -321,15 +318,38 @@ class BlockRun(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def count(self) -> int:
         return len(self.blocks) // NUMBER_BYTES
 
+    @property
+    def stop(self) -> int:
+        return self.first + len(self.blocks) // NUMBER_BYTES
+
+    def cut(self, first: int, stop: int) -> Self:
+        """Return the run of the blocks [first, stop), a part of this run."""
+        if (first, stop) == (self.first, self.stop):
+            return self
+        begin, end = first - self.first, stop - self.first
+        blocks = self.blocks[begin * NUMBER_BYTES : end * NUMBER_BYTES]
+        generations = self.generations[begin * GENERATION_BYTES : end * GENERATION_BYTES]
+        return replace(self, first=first, blocks=blocks, generations=generations)
+
+    def numbered(self, first: int) -> Self:
+        """Return the same blocks, numbered from `first` on."""
+        return self if first == self.first else replace(self, first=first)
+
+    def fits(self) -> bool:
+        """Whether there is one generation for each block, and at least one block."""
+        count, rest = divmod(len(self.blocks), NUMBER_BYTES)
+        return not rest and len(self.generations) == count * GENERATION_BYTES > 0
+
+
+class BlockRun(PackedRun, frozen=True):
+    """Blocks of one request in block table `table`. `hashes`: packed, 16 bytes for each block."""
+
+    table: Annotated[int, msgspec.Meta(ge=0, lt=MAX_TABLES)]
+    hashes: bytes
+
     def cut(self, first: int, stop: int) -> BlockRun:
-        """Return the run of the blocks [first, stop), counted from the run's first."""
-        return BlockRun(
-            self.table,
-            self.first + first,
-            self.hashes[first * HASH_BYTES : stop * HASH_BYTES],
-            self.blocks[first * NUMBER_BYTES : stop * NUMBER_BYTES],
-            self.generations[first * GENERATION_BYTES : stop * GENERATION_BYTES],
-        )
+        hashes = self.hashes[(first - self.first) * HASH_BYTES : (stop - self.first) * HASH_BYTES]
+        return replace(super().cut(first, stop), hashes=hashes)
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -353,7 +373,8 @@ class Hello(Request, frozen=True, tag="hello"):
 
 
 class AddSegment(Request, frozen=True, tag="add_segment"):
-    """Register a segment by its fd → `Added`.
+    """Register a segment by its fd → `Count` of chunks of before a restart, with the fd of the
+    segment's table: keep it, to map (`GenerationView.of_segment`) and to show to the next server.
 
     `again`: an earlier server had the segment; the fd of its table comes along as a second fd.
     Refused while that server has not ended, and for good once the table is dead."""
@@ -602,13 +623,6 @@ class Error(Reply, frozen=True, tag="error"):
     fatal: bool = False
 
 
-class Added(Reply, frozen=True, tag="added"):
-    """The segment is in the pool, and brings `chunks` of before a restart. The fd of its table
-    comes along: keep it, to map (`GenerationView.of_segment`) and to show to the next server."""
-
-    chunks: int
-
-
 class Opened(Reply, frozen=True, tag="opened"):
     """A segment. Its fd and its table's fd come along, in this order."""
 
@@ -627,38 +641,15 @@ class Reserved(Reply, frozen=True, tag="reserved"):
     epoch: int = 0
 
 
-class SlotRun(NamedTuple):
-    """Consecutive chunks of an answer in one slab of a segment, from number `first` on.
-
-    slots, generations: of each chunk, packed as 32 and 64 bits. Slots are counted from the start of
+class SlotRun(PackedRun, frozen=True):
+    """Consecutive chunks of an answer in one slab of a segment. Slots are counted from the start of
     the segment's table. `base` is the slab's first slot, and slot `base + i` begins at byte
     `offset + i * slot_bytes` of the segment."""
 
-    first: int
     segment: SegmentId
     base: int
     offset: int
     slot_bytes: int
-    slots: bytes
-    generations: bytes
-
-    @property
-    def chunks(self) -> int:
-        return len(self.slots) // NUMBER_BYTES
-
-    @property
-    def stop(self) -> int:
-        return self.first + self.chunks
-
-    def cut(self, first: int, stop: int) -> SlotRun:
-        """Return the run of the chunks [first, stop), a part of this run."""
-        begin, end = first - self.first, stop - self.first
-        packed = _part(self.slots, self.generations, self.chunks, begin, end)
-        return self._replace(first=first, slots=packed[0], generations=packed[1])
-
-    def numbered(self, first: int) -> SlotRun:
-        """Return the same chunks, numbered from `first` on."""
-        return self._replace(first=first)
 
 
 class Pinned(Reply, frozen=True, tag="pinned"):
@@ -683,52 +674,13 @@ class Cache(Reply, frozen=True, tag="cache"):
     shape: CacheShape
 
 
-class ResidentRun(NamedTuple):
-    """Consecutive blocks in the KV cache of `instance`, from number `first` on. In an answer blocks
-    are counted from the question's first hash in block table `table`, in a load through all of the
-    load's blocks (`table` is then 0).
-
-    blocks, generations: packed, the owner's block numbers, and their generations at publication."""
+class ResidentRun(PackedRun, frozen=True):
+    """Consecutive blocks in the KV cache of `instance`, with their generations at publication. In
+    an answer blocks are counted from the question's first hash in block table `table`, in a load
+    through all of the load's blocks (`table` is then 0)."""
 
     table: int
-    first: int
     instance: bytes
-    blocks: bytes
-    generations: bytes
-
-    @property
-    def count(self) -> int:  # type: ignore[override]
-        return len(self.blocks) // NUMBER_BYTES
-
-    @property
-    def stop(self) -> int:
-        return self.first + len(self.blocks) // NUMBER_BYTES
-
-    def cut(self, first: int, stop: int) -> ResidentRun:
-        """Return the run of the blocks [first, stop), a part of this run."""
-        if (first, stop) == (self.first, self.stop):
-            return self
-        begin, end = first - self.first, stop - self.first
-        packed = _part(self.blocks, self.generations, self.count, begin, end)
-        return ResidentRun(self.table, first, self.instance, *packed)
-
-    def numbered(self, first: int) -> ResidentRun:
-        """Return the same blocks, numbered from `first` on."""
-        return self if first == self.first else self._replace(first=first)
-
-    def fits(self) -> bool:
-        """Whether there is one generation for each block, and at least one block."""
-        count = len(self.blocks) // NUMBER_BYTES
-        whole = len(self.blocks) == count * NUMBER_BYTES
-        return whole and len(self.generations) == count * GENERATION_BYTES > 0
-
-
-def _part(
-    blocks: bytes, generations: bytes, chunks: int, first: int, stop: int
-) -> tuple[bytes, bytes]:
-    """Cut the packed blocks and generations of `chunks` chunks to the chunks [first, stop)."""
-    number, counter = len(blocks) // chunks, len(generations) // chunks
-    return blocks[first * number : stop * number], generations[first * counter : stop * counter]
 
 
 class Coming(msgspec.Struct, frozen=True, array_like=True, gc=False):

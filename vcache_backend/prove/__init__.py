@@ -21,6 +21,7 @@ import msgspec
 
 from vcache_backend.children import Child, ChildFailed, MetadataServer, environment, module
 from vcache_backend.config import ClientConfig
+from vcache_backend.doctor import Finding
 from vcache_backend.errors import SegmentError, VCacheError
 from vcache_backend.proofs import Combination, Proof
 from vcache_backend.protocol.client import Client
@@ -39,18 +40,11 @@ _LOADS = {"kv_transfer_params": {"vcache": {"store": False}}}
 """Requests of which others hear nothing: answered by vLLM's own prefix cache, or by a load."""
 
 
-class Shown(msgspec.Struct, frozen=True):
+def shown(what: str, right: int, of: int, more: str = "") -> Finding:
     """One row: in words what was looked at, how often it was right, of how many times, and what
     else there is to say."""
-
-    what: str
-    right: int
-    of: int
-    more: str = ""
-
-    @property
-    def ok(self) -> bool:
-        return self.right == self.of > 0
+    said = f"{right:,} of {of:,}" + (f": {more}" if more else "")
+    return Finding(what, "ok" if right == of > 0 else "fail", said)
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -67,8 +61,8 @@ class Settings(msgspec.Struct, frozen=True):
         return 4096 if self.model else 1024
 
 
-def run(settings: Settings, tell: Callable[[str], None]) -> tuple[Proof, list[Shown]]:
-    """Prove it: what was proved if all rows are `ok`, and the rows. tell: called with what happens.
+def run(settings: Settings, tell: Callable[[str], None]) -> tuple[Proof, list[Finding]]:
+    """Prove it: what was proved if all rows are ok, and the rows. tell: called with what happens.
 
     Takes minutes, and leaves no process behind, even if killed. VCacheError if it cannot be tried,
     or a process ends."""
@@ -120,25 +114,25 @@ class Pair:
         combination = Combination(share=settings.share, **names)
         self.proof = Proof(combination=combination, date=str(date.today()), model=settings.model)
 
-    def look(self) -> Iterator[Shown]:
+    def look(self) -> Iterator[Finding]:
         """All rows. ChildFailed."""
         self._soil()
-        if (failed := self._failures()).of > failed.right:
+        if (failed := self._failures()).status == "fail":
             yield failed
             return
         same = [alike((self.writer, self.reader), self._prompts.new(n), ANSWER) for n in (64, 300)]
-        yield Shown("both compute alike, without a cache", sum(same), len(same))
+        yield shown("both compute alike, without a cache", sum(same), len(same))
         before = self._compare("hits are vLLM's own, bit for bit")
         yield before
         yield self._flip()
-        if before.ok:
+        if before.status == "ok":
             yield self._churn()
             yield self._compare("the same after that")
         yield self._failures()
 
     # ---- what is looked at
 
-    def _compare(self, what: str) -> Shown:
+    def _compare(self, what: str) -> Finding:
         """Ask both for prompts of which the writer has computed a beginning."""
         self._tell(f"{what}?")
         longest, prompts = self._settings.longest - 2 * ANSWER, self._prompts
@@ -156,7 +150,7 @@ class Pair:
         more = "; ".join(f"{count} {how}" for how, count in wrong.most_common(3))
         more = more or f"{cached} of {len(hits)} prompts hit something"
         right = len(hits) - wrong.total() if 2 * cached > len(hits) else 0
-        return Shown(what, right, len(hits), more)
+        return shown(what, right, len(hits), more)
 
     def _both(self, hit: Hit) -> tuple[dict[str, Any], dict[str, Any]]:
         """The answer of vLLM's own prefix cache, and the other instance's."""
@@ -168,7 +162,7 @@ class Pair:
     def _own(self, hit: Hit) -> dict[str, Any]:
         return ask(self.writer, hit.then, ANSWER, extra=_OWN)
 
-    def _flip(self) -> Shown:
+    def _flip(self) -> Finding:
         """Change bytes in the writer's blocks, and change them back. In place the reader's answer
         then is another one, the writer's own; the pool's chunks stay as they are."""
         what = "a changed byte changes the answer"
@@ -185,13 +179,13 @@ class Pair:
                 difference(expected, own).startswith("differs") == changed,
                 not difference(due, got),
             ]
-        return Shown(what, sum(checks), len(checks), "then it is changed back")
+        return shown(what, sum(checks), len(checks), "then it is changed back")
 
-    def _churn(self) -> Shown:
+    def _churn(self) -> Finding:
         """Both work at once, for the same prompts and their beginnings."""
         seconds, prompts = self._settings.seconds, self._prompts
         if not seconds:
-            return Shown("under load", 1, 1, "left out")
+            return shown("under load", 1, 1, "left out")
         longest = self._settings.longest // 2
         whole = [prompts.new(longest) for _ in range(6)]
         heads = [one[: longest // part] for one in whole for part in (1, 2, 3)]
@@ -208,12 +202,12 @@ class Pair:
         requests = total.pop("requests")
         said = [f"{count:,} {name}" for name, count in total.items()]
         said.append(f"{self._found() - found:,} tokens from the other one")
-        return Shown("requests under load end", requests, requests, ", ".join(said))
+        return shown("requests under load end", requests, requests, ", ".join(said))
 
-    def _failures(self) -> Shown:
+    def _failures(self) -> Finding:
         said = {one.pid: one.text for one in self._client.stats().reports if one.level == "error"}
         more = "; ".join(dict.fromkeys(said.values()))
-        return Shown("instances without a failure", 2 - len(said), 2, more)
+        return shown("instances without a failure", 2 - len(said), 2, more)
 
     # ---- inside
 

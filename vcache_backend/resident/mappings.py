@@ -32,7 +32,8 @@ from vcache_backend.vram_pool.generations import GenerationView
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
-"""The first pause before an instance is tried again."""
+"""The pause before an instance is tried again that the server refused. After a failure of this
+process or a timeout it is 30 times as long."""
 
 
 class Refusals:
@@ -42,32 +43,28 @@ class Refusals:
         """most: instances to remember; older ones are forgotten. Each restart of an owner is a new
         instance."""
         self._lock, self._most = threading.Lock(), most
-        self._until: dict[bytes, tuple[float, float]] = {}
-        """For each instance the end of the pause, and the pause's seconds."""
+        self._until: dict[bytes, float] = {}
 
     def __contains__(self, instance: bytes) -> bool:
-        until, _ = self._until.get(instance, (0.0, 0.0))
-        return time.monotonic() < until
+        return time.monotonic() < self._until.get(instance, 0.0)
 
     def add(self, instance: bytes, seconds: float = float("inf")) -> None:
         """Refuse `instance` for `seconds`; for good by default: names are never reused."""
         with self._lock:
             self._until.pop(instance, None)
-            self._until[instance] = time.monotonic() + seconds, seconds
+            self._until[instance] = time.monotonic() + seconds
             if len(self._until) > self._most:
                 del self._until[next(iter(self._until))]
 
-    def failed(self, instance: bytes, error: Exception, longest: float = 300.0) -> None:
-        """Refuse `instance`, which could not be opened, until trying again may help: after a
-        failure of this process or a timeout, twice as long as the last time, for `longest` seconds
-        at most. Failures of the server are logged at debug level only."""
-        _, before = self._until.get(instance, (0.0, 0.0))
+    def failed(self, instance: bytes, error: Exception) -> None:
+        """Refuse `instance`, which could not be opened, until trying again may help. Failures of
+        the server are logged at debug level only."""
         ours = isinstance(error, LayoutError | SegmentError | OSError)
         pause = RETRY_SECONDS
         if isinstance(error, LayoutError):
             pause = float("inf")
         elif ours or isinstance(error, ServerTimeout):  # a step may have waited for it
-            pause = max(RETRY_SECONDS, min(2 * before, longest))
+            pause = 30 * RETRY_SECONDS
         self.add(instance, pause)
         level = logging.WARNING if ours else logging.DEBUG
         log.log(level, "instance %s cannot be read in place: %s", instance.hex(), error)
@@ -107,10 +104,9 @@ class Tables:
                     self.refused.failed(instance, error)
                     return None
             view, _ = self._views[instance]
-            if not view.dead:
-                return view
-            self._forget(instance)
-            return None
+            if view.dead:
+                self._forget(instance)
+            return None if view.dead else view
 
     def leading(self, run: ResidentRun) -> int:
         """Count the leading blocks of the run that are unchanged now; 0 while the table cannot be
@@ -243,7 +239,14 @@ class Neighbours:
             self._tables.close()
             return True
         for instance in list(self._mapped):
-            self._drop_ended(instance)
+            # Also if that is not known: an owner's restart would fail while it is mapped.
+            lives = False
+            try:
+                lives = self._tables.view(instance) is not None
+            finally:
+                if not lives:
+                    del self._mapped[instance]
+                    log.info("instance %s has ended: it is unmapped here", instance.hex())
         for instance in list(self._coming):
             # Also after an error: a load waits while the instance is in `_coming`.
             try:
@@ -270,13 +273,3 @@ class Neighbours:
             sockets.close_fds(fds)
         ms, where = (time.perf_counter() - started) * 1e3, f"{instance.hex()} on {shape.device}"
         log.info("mapped the KV cache of instance %s, in %.1f ms", where, ms)
-
-    def _drop_ended(self, instance: bytes) -> None:
-        """Drop a KV cache whose owner has ended or given it up, or of which that is not known."""
-        lives = False
-        try:
-            lives = self._tables.view(instance) is not None
-        finally:
-            if not lives:
-                del self._mapped[instance]
-                log.info("instance %s has ended: it is unmapped here", instance.hex())

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from vcache_backend.errors import LayoutError
 from vcache_backend.protocol import messages as m
-from vcache_backend.protocol.channel import Standing
-from vcache_backend.protocol.client import Client
+from vcache_backend.protocol.client import Client, Standing
 from vcache_backend.vram_pool.copies.geometry import PagedKV
 from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.exports import Region

@@ -105,7 +105,7 @@ class Publisher:
     def holds(self, blocks: bytes, generations: bytes) -> bool:
         """Whether all these blocks still have these generations. Both packed as in the protocol.
         Any thread; the first call asks the server."""
-        run = ResidentRun(0, 0, self._instance, blocks, generations)
+        run = ResidentRun(0, blocks, generations, 0, self._instance)
         return self._tables.leading(run) == run.count
 
     def close(self, timeout: float = 5.0) -> None:
@@ -228,6 +228,6 @@ class Publisher:
         for first, stop in pairwise([*starts, len(blocks)]):
             part = known[first:stop]
             number, epoch, _, table, _ = known[first].tolist()
-            packs = part["hash"].tobytes(), blocks[first:stop].astype("<u4").tobytes()
-            runs.append((epoch, BlockRun(table, number, *packs, part["generation"].tobytes())))
+            packs = blocks[first:stop].astype("<u4").tobytes(), part["generation"].tobytes()
+            runs.append((epoch, BlockRun(number, *packs, table, part["hash"].tobytes())))
         return runs

@@ -145,7 +145,7 @@ class _Known:
         pooled, total = isinstance(run, SlotRun), context.places.total
         self.context, self.run = context, run
         self.each = context.places.each if pooled else 1
-        self.numbers = run.slots if isinstance(run, SlotRun) else run.blocks
+        self.numbers = run.blocks
         self.count = len(self.numbers) // NUMBER_BYTES
         self.first = min(run.first * self.each, total)
         self.stop = min((run.first + self.count) * self.each, total)

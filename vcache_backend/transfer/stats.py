@@ -31,6 +31,8 @@ TIMES = (
 )
 """Names of latencies: whole calls, their parts, the offload tier. A put is one batch."""
 NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", "late", "changed")
+NOT_OFFLOADED = ("backlog", "down", "gone", "full", "failed")
+"""The reasons why a chunk is not stored, or not written to the offload tier."""
 
 
 class EngineStats:

@@ -57,7 +57,7 @@ class PoolSegment(OwnedSegment):
     def slot_offsets(self, run: SlotRun, nbytes: int) -> Int64s | None:
         """Return the first byte of each of the run's slots; None if the slots cannot be in this
         segment, or have fewer than `nbytes` bytes."""
-        slots = np.frombuffer(run.slots, dtype=np.uint32).astype(np.int64) - run.base
+        slots = np.frombuffer(run.blocks, dtype=np.uint32).astype(np.int64) - run.base
         if nbytes > run.slot_bytes or run.offset < 0 or not len(slots) or slots.min() < 0:
             return None
         offsets: Int64s = run.offset + slots * run.slot_bytes
@@ -217,7 +217,7 @@ class Pool:
     def _is_new(self, info: SegmentInfo) -> bool:
         if info.id in self._unreadable or info.id in self._mapped:
             return False
-        return info.state == "live" and info.medium == self.device.medium
+        return info.medium == self.device.medium
 
     # ---- the thread of host memory beside a GPU
 
@@ -254,7 +254,7 @@ class Pool:
         if self._contributed == epoch:
             return
         own = [info for info in infos if info.device == self.device.name]
-        pooled = sum(info.nbytes for info in own if info.state == "live")
+        pooled = sum(info.nbytes for info in own)
         if pooled >= self._segment_bytes:
             self._contributed = epoch
             return

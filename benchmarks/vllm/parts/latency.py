@@ -21,7 +21,6 @@ from ...results import Row, row
 from ..fleet import Fleet, Run
 from ..instances import KINDS, joined
 
-SECONDS, COPY_SECONDS = 60.0, 90.0
 MS = 1e3
 ALLOWED_MS = 4.0
 """A load takes a step of vLLM's more than a hit in its own prefix cache."""
@@ -31,15 +30,9 @@ MISS, MISS_IN_PLACE = {"4k": 1.01, "16k": 1.01}, {"16k": 1.003}
 MISSES = {"1k": 25, "4k": 31, "16k": 11}
 TAIL = 8
 """Tokens after the last whole chunk: fewer than a block."""
-REPEATS = {"1k": 3, "4k": 3, "16k": 3}
-"""How often a round asks prompts of these lengths; all others once. The host takes most of a hit's
-time, and its times vary.
-"""
 
 SHORT, SHORT_REQUESTS, AT_ONCE, SLICES = 600, 3000, 128, 10
 """Of `short_tax`: tokens, how many requests, how many of them at a time, and in how many slices."""
-SHORT_ANSWER = 8
-SHORT_TAX, SHORT_SECONDS = 0.99, 120.0
 
 VARIANTS = ("recompute", "prefix", "vcache")
 Samples = dict[tuple[str, str], list[float]]
@@ -51,7 +44,7 @@ def copy_engine() -> float:
     then.
     """
     with get_context("spawn").Pool(1) as process:
-        return process.apply_async(peer_speed, (1 << 30,)).get(COPY_SECONDS)
+        return process.apply_async(peer_speed, (1 << 30,)).get(90.0)
 
 
 def first_token(run: Run, kind: str = "") -> list[Row]:
@@ -67,7 +60,8 @@ def first_token(run: Run, kind: str = "") -> list[Row]:
             break
         clock.check(15)
         for name, length in _lengths(fleet).items():
-            for _ in range(REPEATS.get(name, 1)):
+            # The host takes most of a hit's time, and its times vary.
+            for _ in range(1 if name == "32k" else 3):
                 into = samples if turn else defaultdict(list)
                 _round(fleet, kind, prompts.new(length), name, into, partial)
         print(f"  round {turn} of {rounds}: {clock.spent:.0f} s into the run", flush=True)
@@ -98,7 +92,7 @@ def _round(
 
 
 def _ttft(child: Any, prompt: list[int]) -> tuple[float, int]:
-    answer = child.ask("generate", SECONDS, tokens=prompt, count=1)
+    answer = child.ask("generate", 60.0, tokens=prompt, count=1)
     return answer["ttft"], answer["cached"]
 
 
@@ -174,9 +168,7 @@ def short_tax(run: Run) -> list[Row]:
         clock.check(20)
         for name in sorted(children, reverse=turn % 2 == 1):
             asked = [prompts.new(length) for _ in range(count)]
-            seconds = children[name].ask(
-                "burst", SHORT_SECONDS, prompts=asked, count=SHORT_ANSWER, at_once=AT_ONCE
-            )
+            seconds = children[name].ask("burst", 120.0, prompts=asked, count=8, at_once=AT_ONCE)
             if turn:
                 speeds[name].append(count / seconds)
     what = (
@@ -185,4 +177,4 @@ def short_tax(run: Run) -> list[Row]:
     )
     with_, without = speeds["a"], speeds["alone"]
     name = f"{fleet.rows}_short_tax"
-    return [row(name, "requests/s", with_, without, what=what, at_least=SHORT_TAX)]
+    return [row(name, "requests/s", with_, without, what=what, at_least=0.99)]

@@ -90,9 +90,7 @@ def _row(way: str, case: str, spent: list[dict[str, float]], what: str) -> Row:
 ARMS = {"alone": "alone", "inplace": "decodes", "consumer": "consumer"}
 """Instances by what rows call them."""
 RUNNING, STEPS, WAITING = (1, 8, 32), 48, 28
-"""Requests that decode; steps of a round; requests that wait in `waiting`."""
-HELD_UP = 8
-"""Beside how many requests others wait."""
+"""Requests that decode; steps of a round; requests that wait beside eight."""
 
 
 def decode_steps(run: Run) -> list[Row]:
@@ -130,7 +128,7 @@ def _decoding(run: Run, running: int) -> list[Row]:
     room = OWNERS * scale.kv_bytes // scale.token_bytes * 2 // 3
     length = min(room // max(8, running), scale.max_model_len // 4)
     asked = [prompts.new(length) for _ in range(running)]
-    waiting = [prompts.new(length) for _ in range(WAITING if running == HELD_UP else 0)]
+    waiting = [prompts.new(length) for _ in range(WAITING if running == 8 else 0)]
     ms, spent = defaultdict[str, list[float]](list), defaultdict[str, list[dict[str, float]]](list)
     for turn in range(run.rounds + 1):
         for name in sorted(ARMS, reverse=turn % 2 == 1):

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from vcache_backend.transfer.stats import NOT_STORED, LoadStats
+from vcache_backend.transfer.stats import NOT_OFFLOADED, NOT_STORED, LoadStats
 
 log = logging.getLogger("vllm.vcache")
 OTHER = "other"
@@ -29,7 +29,6 @@ FAILURES = (
     *("internal", "server", "late", "segment", "copy", "changed"),
     *("store", "store_absent", "store_bad", "store_late", OTHER),
 )
-NOT_OFFLOADED = ("backlog", "down", "gone", "full", "failed")
 TIERS = ("own", "peer", "host", "resident", "store")
 """The places of loaded chunks: this worker's GPU, another GPU of the node, host memory, another
 instance's KV cache, the offload tier."""

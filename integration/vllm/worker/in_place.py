@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from vcache_backend.errors import LayoutError, SegmentError, VCacheError
-from vcache_backend.protocol.channel import Standing
+from vcache_backend.protocol.client import Standing
 from vcache_backend.protocol.messages import InstanceId
 from vcache_backend.resident.mappings import Neighbours
 from vcache_backend.resident.own_cache import cache_shape, show_cache
