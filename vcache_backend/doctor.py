@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -317,11 +317,12 @@ def check_model(config: Config, model: str, seconds: float = 300.0) -> Iterator[
             env={**os.environ, **quiet},  # noqa: TID251 - handed on, not read
             check=False,
         )
-        yield from msgspec.json.decode(asked.stdout, type=list[Finding])
-        return
     except (OSError, subprocess.TimeoutExpired) as error:
         why = f"vLLM could not be asked: {error}"
-    except msgspec.DecodeError:
+    else:
+        with suppress(msgspec.DecodeError):
+            yield from msgspec.json.decode(asked.stdout, type=list[Finding])
+            return
         last = asked.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         why = f"vLLM ended with code {asked.returncode}: {last or 'it printed nothing'}"
     why = printable(why, MAX_LINE_CHARS)
