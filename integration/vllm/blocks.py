@@ -23,10 +23,15 @@ class KVBlocks:
     """The scheduler half's access to vLLM's `BlockPool`: blocks by number, and the queue of free
     blocks. Runs in the scheduler's thread."""
 
-    def __init__(self, pool: Any, fail: Callable[[str, Exception], None] = lambda *_: None) -> None:
-        """pool: vLLM's; five of its methods are replaced. fail: called with a reason and the
+    def __init__(
+        self,
+        pool: Any,
+        fail: Callable[[str, Exception], None] = lambda *_: None,
+        in_place: bool = True,
+    ) -> None:
+        """pool: vLLM's; up to five of its methods are replaced. fail: called with a reason and the
         exception if a callback raises, before vLLM goes on. Then no other instance may read this KV
-        cache."""
+        cache. in_place: others read this KV cache; otherwise no callback is called."""
         self.pool, self._fail = pool, fail
         self.failed = False
         """A callback has raised, and none is called any more."""
@@ -52,8 +57,10 @@ class KVBlocks:
         """Called once vLLM has reset the prefix cache: it holds no block, and no request does."""
         self._get, self._cache = pool.get_new_blocks, pool.cache_full_blocks
         self._evict, self._reset = pool.evict_blocks, pool.reset_prefix_cache
-        pool.get_new_blocks, pool.cache_full_blocks = self._get_new_blocks, self._cache_full_blocks
-        pool.evict_blocks, pool.reset_prefix_cache = self._evict_blocks, self._reset_prefix_cache
+        pool.cache_full_blocks = self._cache_full_blocks
+        if in_place:
+            pool.get_new_blocks, pool.evict_blocks = self._get_new_blocks, self._evict_blocks
+            pool.reset_prefix_cache = self._reset_prefix_cache
         # Not every supported vLLM caches parts of blocks.
         self._cache_part = getattr(pool, "cache_partial_block", None)
         if self._cache_part is not None:

@@ -95,7 +95,8 @@ class VCacheScheduler:
     def watch(self, pool: Any, fail: Callable[[str, Exception], None]) -> None:
         """Note vLLM's `BlockPool`, which vLLM shows before the first request. fail: see
         `KVBlocks`."""
-        blocks, own, config = KVBlocks(pool, fail), self.publications, self.context.config
+        own, config = self.publications, self.context.config
+        blocks = KVBlocks(pool, fail, in_place=own is not None)
         self.context.watch(blocks)
         each = self.context.groups.blocks
         if own is not None:
@@ -417,7 +418,7 @@ class VCacheScheduler:
             # vLLM may compute the request from the start.
             tracked = self._requests[name]
             tracked.may_load = False
-            self._planner.mark_stored(tracked, 0)
+            self._planner.store_again(tracked)
             if self.publications is not None and tracked.load is not None:
                 # vLLM computes into the same blocks.
                 left = [block for block in tracked.load.blocks if block in invalid]

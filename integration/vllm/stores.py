@@ -187,10 +187,15 @@ class StorePlanner:
         if self._publications is not None:
             self._publications.stop(tracked)
 
+    def store_again(self, tracked: Tracked) -> None:
+        """Note that nothing of the request is stored, whatever step it is in."""
+        self.mark_stored(tracked, 0)
+        self._idle = []
+
     def mark_stored(self, tracked: Tracked, chunks: int) -> None:
         """Note that the request's first `chunks` chunks are stored or being stored."""
         store, end = tracked.store, (chunks + 1) * self._size
-        store.stored, store.idle_until, self._idle_tokens = chunks, 0.0, 0
+        store.stored, store.idle_until = chunks, 0.0
         prompt = tracked.request.num_prompt_tokens if self._context.prompts_only else inf
         stores = self._may_store(tracked) and prompt >= end
         store.complete_at = (end if self._copies else sys.maxsize) if stores else inf
@@ -211,13 +216,12 @@ class StorePlanner:
         if names == self._idle and max(counts, default=0) < idle and not any(cached.new_block_ids):
             self._idle_tokens -= max(counts, default=0)
             return
-        before, left = frozenset(self._idle), inf
-        for name, tokens, computed, added in zip(
-            names, counts, cached.num_computed_tokens, cached.new_block_ids, strict=True
-        ):
-            if added is None and tokens < idle and name in before:
-                left = min(left, idle - tokens)
-                continue
+        before, few = frozenset(self._idle), [tokens for tokens in counts if tokens < idle]
+        left = idle - max(few) if few else inf
+        rows = zip(names, cached.new_block_ids, counts, cached.num_computed_tokens, strict=True)
+        for name, added, tokens, computed in [
+            row for row in rows if row[1] is not None or row[2] >= idle or row[0] not in before
+        ]:
             if added is not None and self._copies:
                 meta.fresh += added
             if (tracked := requests.get(name)) is None:

@@ -4,7 +4,6 @@ notices nothing.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ pytest.importorskip("vllm.v1.core.block_pool", reason="vLLM is not installed")
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
-from vcache_backend.integration.vllm.blocks import NUMBERS, KVBlocks
+from vcache_backend.integration.vllm.blocks import KVBlocks
 from vcache_backend.integration.vllm.evictions import Duplicates
 from vcache_backend.integration.vllm.publications import Publications
 from vcache_backend.integration.vllm.requests import DEFAULT, StoreState, Tracked
@@ -99,7 +98,7 @@ class Watched:
 
 def used(blocks: Any) -> Tracked:
     """A request with these blocks."""
-    return Tracked(None, DEFAULT, may_load=True, store=StoreState([array(NUMBERS, blocks)]))
+    return Tracked(None, DEFAULT, may_load=True, store=StoreState([list(blocks)]))
 
 
 @pytest.fixture
