@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -296,7 +296,7 @@ def _provider(call: partial[Any], fd: int) -> Finding:
 # ---- a model
 
 
-def check_model(config: Config, model: str) -> Iterator[Finding]:
+def check_model(config: Config, model: str, seconds: float = 300.0) -> Iterator[Finding]:
     """Ask the installed vLLM, in a child process, whether our connector caches a model (as `vllm
     serve` takes it), and how many tokens a pool holds: see `integration.vllm.model.report`."""
     name = printable(model)
@@ -308,18 +308,22 @@ def check_model(config: Config, model: str) -> Iterator[Finding]:
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
     quiet |= {"PYTHONHASHSEED": "0"}
     program = [sys.executable, "-P", "-m", "vcache_backend.integration.vllm.model.report", model]
-    asked = subprocess.run(
-        program,
-        input=msgspec.json.encode(dump(config)),
-        capture_output=True,
-        timeout=300,
-        env={**os.environ, **quiet},  # noqa: TID251 - handed on, not read
-        check=False,
-    )
     try:
-        yield from msgspec.json.decode(asked.stdout, type=list[Finding])
-    except msgspec.DecodeError:
+        asked = subprocess.run(
+            program,
+            input=msgspec.json.encode(dump(config)),
+            capture_output=True,
+            timeout=seconds,
+            env={**os.environ, **quiet},  # noqa: TID251 - handed on, not read
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        why = f"vLLM could not be asked: {error}"
+    else:
+        with suppress(msgspec.DecodeError):
+            yield from msgspec.json.decode(asked.stdout, type=list[Finding])
+            return
         last = asked.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        why = printable(last or "it printed nothing", MAX_LINE_CHARS)
-        why = f"{name}: vLLM ended with code {asked.returncode}: {why}"
-        yield fail("model", why, "start vLLM with it and see its log")
+        why = f"vLLM ended with code {asked.returncode}: {last or 'it printed nothing'}"
+    why = printable(why, MAX_LINE_CHARS)
+    yield fail("model", f"{name}: {why}", "start vLLM with it and see its log")

@@ -17,7 +17,7 @@ from test_doctor import config, only
 from vllm_cases import beside_vllm, doctor_report, needs_vllm
 
 from vcache_backend.config import Config
-from vcache_backend.doctor import Finding, diagnose
+from vcache_backend.doctor import Finding, check_model, diagnose
 
 __all__ = ["config"]
 
@@ -57,7 +57,8 @@ def test_vllm_says_what_a_model_keeps_and_a_pool_holds(tmp_path: Path) -> None:
     layers = "LlamaForCausalLM: 4 layers of full attention"
     assert f"{layers}: shared in place, hits of 128 tokens' grain" in model.detail
     assert chunks.detail.startswith(f"{TOKEN:,} B a token in bfloat16, ")
-    assert (pool.status, f"{(1 << 30) // TOKEN:,} tokens" in pool.detail) == ("ok", True)
+    holds = f"{(1 << 30) // TOKEN:,} tokens; pool.segment_bytes: 8 GiB holds {(8 << 30) // TOKEN:,}"
+    assert (pool.status, holds in pool.detail) == ("ok", True)
 
 
 @needs_vllm
@@ -102,6 +103,13 @@ def test_a_models_own_code_never_runs(tmp_path: Path) -> None:
     assert finding["status"] == "fail"
     assert "trust_remote_code" in finding["detail"]
     assert not (tmp_path / "ran").exists()
+
+
+@needs_vllm
+def test_vllm_that_does_not_answer_is_no_fault_of_the_doctor(tmp_path: Path) -> None:
+    (finding,) = check_model(Config(), str(written(tmp_path, LLAMA)), seconds=0.01)
+    assert (finding.status, finding.advice) == ("fail", "start vLLM with it and see its log")
+    assert "vLLM could not be asked" in finding.detail
 
 
 def test_without_vllm_nobody_guesses(

@@ -284,9 +284,11 @@ def test_nobody_takes_over_an_instance_or_publishes_for_it(alone: Stage, reader:
         show(reader, A)
     with pytest.raises(Refused, match="this connection has shown no cache of its rank 0"):
         publish(reader, A, 3)
-    show(reader, A, 1)  # beyond its ranks: harmless
-    with pytest.raises(Refused, match="rank 1 of an instance that joined with 1"):
-        publish(reader, A, 3, rank=1)
+    with alone.client() as stranger:
+        show(stranger, A, 1)  # beyond its ranks: harmless
+        with pytest.raises(Refused, match="rank 1 of an instance that joined with 1"):
+            publish(stranger, A, 3, rank=1)
+    eventually(lambda: reader.stats().clients == 2)
     assert found(reader) == 12
     assert publish(reader, B, 1) == 0
 

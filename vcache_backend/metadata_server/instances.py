@@ -305,7 +305,7 @@ class InstanceRegistry:
             for rank, part in gone.items():
                 del instance.parts[rank]
                 _say(part.peer, id_, rank, "leaves")
-                instance.whole = False
+                instance.whole = not instance.missing()
             if not instance.parts:
                 del self.of[id_]
 

@@ -118,8 +118,9 @@ def report(name: str, settings: Config) -> ModelReport:
     return ModelReport(architecture, layers, hits, refused, settings, model.kv_cache_dtype, *sizes)
 
 
-def findings(name: str, model: ModelReport) -> Iterator[Finding]:
-    """Say whether the model is cached, the size of its chunks, and how many tokens a pool holds."""
+def findings(name: str, model: ModelReport, lent: ByteSize) -> Iterator[Finding]:
+    """Say whether the model is cached, the size of its chunks, and how many tokens a pool holds to
+    which each worker lends so many bytes, also if instances need none."""
     what = f"{printable(name)}, vLLM {vllm.__version__}, {model}"
     if model.refused:
         yield fail("model", f"{what}: nothing of it is cached: {model.refused}")
@@ -129,7 +130,7 @@ def findings(name: str, model: ModelReport) -> Iterator[Finding]:
     yield ok("model", f"{what}: shared {way}")
     if not model.chunk_bytes:
         return
-    size, lent = model.settings.engine.chunk_size, model.settings.pool.lent
+    size = model.settings.engine.chunk_size
     whole, state = ByteSize(model.chunk_bytes), ByteSize(model.state_bytes)
     said = f"{whole // size:,} B a token in {model.dtype}, {whole.about} a chunk of {size} tokens"
     said += ", all ranks together"
@@ -235,7 +236,8 @@ def main() -> None:
     with os.fdopen(os.dup(1), "wb") as answer:
         os.dup2(2, 1)
         try:
-            found = list(findings(name, report(name, config.from_dict(json.load(sys.stdin)))))
+            settings = config.from_dict(json.load(sys.stdin))
+            found = list(findings(name, report(name, settings), settings.pool.lent))
         except Exception as error:  # noqa: BLE001
             # The outermost line of this process: the parent gets the reason.
             why = f"{type(error).__name__}: {error}"
