@@ -8,7 +8,6 @@ weights, the KV cache specs and block tables. Our connector decides as at the st
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 import tempfile
@@ -115,8 +114,7 @@ def report(name: str, settings: Config) -> ModelReport:
     kv_cache = _kv_cache(vllm_config, specs)
     model, settings, refused, _ = plan(vllm_config, kv_cache, settings)
     sizes = (0, 0) if refused else _sizes(kv_cache, settings.engine.chunk_size)
-    hits = math.lcm(*(int(group.kv_cache_spec.block_size) for group in kv_cache.kv_cache_groups))
-    layers = _layers(kv_cache)
+    hits, layers = groups.fitting(kv_cache, 1), _layers(kv_cache)
     return ModelReport(architecture, layers, hits, refused, settings, model.kv_cache_dtype, *sizes)
 
 

@@ -110,7 +110,7 @@ def sharing(settings: Config, facts: Facts) -> Plan:
 def read_facts(vllm_config: Any, kv_cache_config: Any, settings: Config) -> Facts:
     """Read the facts from vLLM's configuration."""
     model = read_model(vllm_config, kv_cache_config, settings.connector)
-    refused = next(_refusals(vllm_config, kv_cache_config, model, settings), "")
+    refused = next(_refusals(vllm_config, model), "")
     size, most = settings.engine.chunk_size, vllm_config.model_config.max_model_len
     fitting = groups.fitting(kv_cache_config, size)
     unpooled = _misfit(kv_cache_config, size, in_place=False)
@@ -170,9 +170,7 @@ def _hindrances(vllm_config: Any) -> Iterator[str]:
         yield f"{why}: take it out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
 
 
-def _refusals(
-    vllm_config: Any, kv_cache_config: Any, model: ModelSpec, settings: Config
-) -> Iterator[str]:
+def _refusals(vllm_config: Any, model: ModelSpec) -> Iterator[str]:
     """List why this instance must not cache, each reason with the change to make."""
     given = vllm_config.model_config
     if numbers(vllm.__version__) < VLLM.low:
