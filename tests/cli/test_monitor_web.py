@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from processes import Stage, children_of, eventually, ran
 from prometheus_client import Gauge
-from test_monitor_metrics import A, address_of, beside, get, needs, samples, used
+from test_monitor import A, address_of, beside, get, needs, samples, used
 
 from vcache_backend import monitor
 from vcache_backend.config import ServerConfig, split_address

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from processes import Stage
-from test_command import vcache
+from test_cli import vcache
 
 from vcache_backend import doctor
 from vcache_backend.config import from_dict

@@ -16,7 +16,7 @@ from mooncake_cases import Raw, depot, hung_depot, model, needs_mooncake, own_de
 from mooncake_store import Depot
 from offload_cases import LENGTH, ROOMY, TIER, cache_on, engine, nodes, through
 from processes import SECONDS, eventually, leaving_nothing
-from test_command import vcache
+from test_cli import vcache
 
 from vcache_backend.config import ByteSize
 from vcache_backend.engine import VCacheEngine
