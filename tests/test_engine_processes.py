@@ -1,9 +1,9 @@
 """Two worker processes share KV through a real server, on host memory and over NVLink; then one is
 killed and its successor reads on.
 
-Every retrieval goes into poisoned blocks, is checked byte by byte, and compared with the digest of
-what its writer had. On GPUs the KV is still being computed when it is stored and is overwritten
-right behind it, and what is retrieved is read at once by the next kernels."""
+Every retrieval goes into poisoned blocks and is checked byte by byte. On GPUs the KV is still being
+computed when it is stored and is overwritten right behind it, and what is retrieved is read at once
+by the next kernels."""
 
 from __future__ import annotations
 
@@ -53,10 +53,9 @@ def on(where: Where, *arrangements: Arrangement, marks: Any = ()) -> list[Any]:
     ]
 
 
-def brings(worker: Worker, tokens: torch.Tensor, seed: int, digest: str) -> None:
+def brings(worker: Worker, tokens: torch.Tensor, seed: int) -> None:
     answer = worker.ask("retrieve", tokens, places(worker.setup.sizes, len(tokens), seed))
-    assert (answer.tokens, answer.wrong, answer.clean) == (len(tokens), 0, True)
-    assert answer.digest == digest
+    assert answer == (len(tokens), True)
 
 
 def share(
@@ -90,11 +89,11 @@ def share(
         for family, (writer, reader) in enumerate([(first, second), (second, first)], start=1):
             tokens = prompt(count, family)
             assert reader.ask("lookup", tokens) == 0
-            digest = writer.ask("store", tokens, places(sizes, count, family))
+            writer.ask("store", tokens, places(sizes, count, family))
             assert writer.ask("flush")
             assert writer.ask("stats")["tokens"]["stored"] == reader.ask("lookup", tokens) == count
             for seed in (11, 12):
-                brings(reader, tokens, seed, digest)
+                brings(reader, tokens, seed)
             assert reader.ask("stats")["bytes"]["peer"] == 2 * count * token_bytes
 
         half = count // 2 // CHUNK_SIZE * CHUNK_SIZE
@@ -103,9 +102,9 @@ def share(
             (half, torch.cat([prompt(half, 1), prompt(count - half, 78)])),
         ):
             answer = second.ask("retrieve", tokens, places(sizes, count, 4))
-            assert (answer.tokens, answer.wrong, answer.clean) == (known, 0, True)
+            assert answer == (known, True)
 
-        digest = first.ask("store", prompt(count, 3), places(sizes, count, 5))
+        first.ask("store", prompt(count, 3), places(sizes, count, 5))
         assert first.ask("flush")
         first.kill()
         successor = start(0)
@@ -113,7 +112,7 @@ def share(
         listed = {segment.id for segment in here.client().list_segments()}
         assert listed == {segment.id for segment in segments}
         for worker in (successor, second):
-            brings(worker, prompt(count, 3), 6, digest)
+            brings(worker, prompt(count, 3), 6)
 
 
 APART = os.getuid() == 0 and not containers()

@@ -171,10 +171,9 @@ class SlotMachine(RuleBasedStateMachine):
         self.readings: list[Reading] = []
         self.clients: list[Peer] = []
         self.tokens = self.ids = 0
-        self.over = set[int]()
-        """Numbers of writes that have ended, as their writers have said."""
-        self.early = set[int]()
-        """Of these, those whose tables had yet to come: only the server that heard it knows."""
+        self.over, self.ahead = set[int](), set[int]()
+        """Numbers of writes that have ended, as their writers have said; `ahead`: before their
+        tables came, which the next server does not know."""
         self.epochs: dict[ChunkKey, int] = {}
         """What clients have heard."""
 
@@ -331,8 +330,7 @@ class SlotMachine(RuleBasedStateMachine):
         if client is not None:
             freed, here = self.directory.abort(client, mine[0].number), list(map(self.owned, mine))
             assert here.count(True) <= freed <= len(mine)
-            if not all(here):
-                self.early.add(mine[0].number)
+            self.ahead |= set() if all(here) else {mine[0].number}
             self.finished(mine[0].number, committed=False)
 
     def speaker(self, number: int) -> tuple[Peer | None, list[Writing]]:
@@ -480,8 +478,8 @@ class SlotMachine(RuleBasedStateMachine):
         for key, epoch in self.epochs.items():
             assert self.directory.epoch([key]) >= epoch, "a reset was forgotten"
         self.away = sorted(self.memory)
+        self.over -= self.ahead
         self.pinned.clear()
-        self.over -= self.early
         for one in self.writes:
             one.void = True
         self.clients = [

@@ -188,13 +188,6 @@ def test_no_layout_is_anybody_else_s_trouble(stage_: Stage, server: Child) -> No
 # ---- one client's requests and the others'
 
 
-def test_a_look_up_of_too_many_keys_and_ranks_is_refused_with_its_size(worker: Raw) -> None:
-    said = "find: 2,048 keys x 4,096 ranks; 16,384 is the limit"
-    hashes = bytes(2048 * m.HASH_BYTES)
-    assert worker.ask("find", A[:8], hashes, 1, 0, 4096) == ["error", said, False]
-    assert worker.ask("find", A[:8], hashes, 1, 0, 8)[:4] == ["found", 0, 0, b""]
-
-
 def test_a_claim_keeps_others_from_lending_the_same_bytes_for_a_while() -> None:
     clock = FakeClock()
     service = Service(1, now=clock)

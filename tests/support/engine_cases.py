@@ -101,12 +101,10 @@ class WorkerLoop:
         layout = layout_of(self.cache, setup.config.engine.chunk_size)
         self.engine = VCacheEngine(setup.config, layout, kv_device=setup.kv_device)
 
-    def store(self, tokens: torch.Tensor, slots: torch.Tensor) -> str:
+    def store(self, tokens: torch.Tensor, slots: torch.Tensor) -> None:
         """Prefill and store, with a GPU's stream in a hurry: the kernels that write the KV have not
-        run yet when `store` is called, and the blocks are overwritten right behind it. The digest
-        of what was stored."""
-        self.cache.fill(tokens, slots)
-        digest = self.cache.digest(slots)
+        run yet when `store` is called, and the blocks are overwritten right behind it."""
+        self.cache.fill(tokens, slots)  # its kernels are loaded now
         self.cache.poison()
         there = self.cache.here(tokens), self.cache.here(slots)
         if self.engine.device.ordinal is not None:
@@ -114,7 +112,6 @@ class WorkerLoop:
         self.cache.fill(*there)
         self.engine.store(tokens, None, self.cache.tensors, slots)
         self.cache.poison()
-        return digest
 
     def flush(self) -> bool:
         return self.engine.flush(SECONDS)
@@ -129,8 +126,7 @@ class WorkerLoop:
         self.cache.poison()
         mask = self.engine.retrieve(tokens, None, self.cache.tensors, slots)
         seen, here = self.cache.copy(), slots[mask]
-        wrong, clean = seen.wrong(tokens[mask], here), seen.holds_only(tokens[mask], here)
-        return Retrieved(int(mask.sum()), wrong, clean, seen.digest(here))
+        return Retrieved(int(mask.sum()), seen.holds_only(tokens[mask], here))
 
     def mapped(self) -> int:
         """How many segments it reads."""
@@ -147,12 +143,10 @@ class WorkerLoop:
 
 
 class Retrieved(NamedTuple):
-    """wrong: bytes that are not the tokens' KV. clean: nothing else of the cache was touched."""
+    """right: the tokens' KV is where it should be, and nothing else of the cache was touched."""
 
     tokens: int
-    wrong: int
-    clean: bool
-    digest: str
+    right: bool
 
 
 class Worker(processes.Worker):

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch
@@ -154,15 +153,6 @@ class Cache:
         for layer, rows in enumerate(self.at(slots)):
             count += (rows != content(tokens, layer, rows.shape[1])).sum()
         return int(count)
-
-    def digest(self, slots: torch.Tensor) -> str:
-        """Of the bytes in `slots`, token by token, all layers: equal for two caches that hold the
-        same KV.
-        """
-        digest = blake2b(digest_size=16)
-        for rows in self.at(slots):
-            digest.update(rows.cpu().numpy().tobytes())
-        return digest.hexdigest()
 
     def holds_only(self, tokens: torch.Tensor, slots: torch.Tensor) -> bool:
         """Every byte of the whole cache: the KV of `tokens` in `slots`, poison everywhere else."""

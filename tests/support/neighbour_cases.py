@@ -18,7 +18,7 @@ import pytest
 import torch
 from instance_cases import instance_id as instance
 from kv_cases import CHUNK, SMALL, Cache, Sizes
-from processes import PATIENT, SECONDS, Stage, Worker, eventually, with_torch
+from processes import PATIENT, SECONDS, Stage, Worker, descriptors_of, eventually, with_torch
 
 from vcache_backend import seals
 from vcache_backend.config import ClientConfig
@@ -253,13 +253,7 @@ def descriptors() -> Counter[str]:
     may have connected again.
     """
     gc.collect()
-    names = Counter[str]()
-    for fd in sorted(map(int, os.listdir("/proc/self/fd"))):
-        try:
-            names[os.readlink(f"/proc/self/fd/{fd}").partition(":[")[0]] += 1
-        except FileNotFoundError:
-            continue
-    return names
+    return Counter(name.partition(":[")[0] for name in descriptors_of("self"))
 
 
 def added_to(before: Counter[str]) -> Counter[str]:

@@ -83,6 +83,15 @@ def with_words(*words: str | Path) -> list[int]:
     return [pid for pid in sorted(pids) if all(str(one) in command_line(pid) for one in words)]
 
 
+def descriptors_of(pid: int | str) -> list[str]:
+    """What the process's file descriptors point to, in their order."""
+    names = []
+    for fd in sorted(map(int, os.listdir(f"/proc/{pid}/fd"))):
+        with suppress(FileNotFoundError):
+            names.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return names
+
+
 def children_of(pid: int) -> list[int]:
     """In the order in which they were started."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
@@ -184,11 +193,7 @@ class Process:
 
     def fds(self) -> list[str]:
         """What its file descriptors point to."""
-        names = []
-        for fd in os.listdir(f"/proc/{self.pid}/fd"):
-            with suppress(FileNotFoundError):
-                names.append(os.readlink(f"/proc/{self.pid}/fd/{fd}"))
-        return names
+        return descriptors_of(self.pid)
 
 
 _running: dict[Process, str] = {}

@@ -7,6 +7,7 @@ beside the request notices, and vLLM's own prefix cache holds nothing wrong. `as
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
@@ -22,6 +23,7 @@ from vllm_cases import (
     Answer,
     Instance,
     Node,
+    Place,
     Prompt,
     keep,
     meddled,
@@ -66,6 +68,22 @@ class Fleet:
 @pytest.fixture(scope="module")
 def fleet(here: Node) -> Fleet:
     return Fleet(here)
+
+
+def mishaps(here: Node, keeper: Instance, at: Place) -> dict[str, Callable[[], object]]:
+    """What may happen while the reader is stopped at a place."""
+
+    def remove() -> None:
+        with here.connection() as other:
+            assert other.remove(at.seen[0][2:]) == 2
+
+    made: dict[str, Callable[[], object]] = {
+        "owner killed": keeper.kill,
+        "owner stopped": keeper.stop,
+        "server killed": here.kill,
+    }
+    made |= {f"owner {how}": partial(keeper.ask, how) for how in ("reset", "forget")}
+    return made | {"half removed": remove, "slots changed": here.empty}
 
 
 def counts(here: Node, reader: Instance) -> list[int]:
@@ -113,23 +131,12 @@ def test_what_fails_around_a_load_costs_a_computation_and_no_more(
     right, undisturbed = fleet.keep(way, tokens), fleet.aside.run(beside)[0]
     before = counts(here, reader) if what == "half removed" else []
 
-    def happen() -> None:
-        if what == "half removed":
-            with here.connection() as other:
-                assert other.remove(at.seen[0][2:]) == 2
-        elif what == "slots changed":
-            here.empty()
-        else:
-            who, how = what.split()
-            by_signal = {"killed": keeper.kill, "stopped": keeper.stop}
-            act = here.kill if who == "server" else by_signal.get(how, partial(keeper.ask, how))
-            act()
-
     if what == "slots changed":
         here.flip()  # by then they are wrong
     slow = meddled(reader, PULL, "slow", 0.1) if place == COMPARE else nullcontext()
     with stopped_at(reader, place) as at, slow:
-        answers = at.while_there(happen, Prompt(tokens), beside)
+        act = mishaps(here, keeper, at)[what]
+        answers = at.while_there(act, Prompt(tokens), beside)
     keeper.cont()
     for answer, expected in zip(answers, (right, undisturbed), strict=True):
         assert answer.agrees(expected)

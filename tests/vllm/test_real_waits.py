@@ -234,6 +234,33 @@ MISHAPS |= {"no server": "withdrawn", "another server": "withdrawn", "aborted": 
 """And how the wait ends."""
 
 
+def happen(here: Node, owner: Instance, mishap: str, tokens: list[int]) -> None:
+    """While `second` loads what `first` has computed so far, and waits for the rest."""
+    b = here.b
+    if mishap == "used again":
+        with meddled(b, PULL, "slow", 60.0, times=1):
+            assert b.step(3) == {}
+            owner.ask("abort", "first")
+            for _ in range(5):
+                owner.one(new_tokens(1000))
+    elif mishap == "killed":
+        owner.kill()
+    elif mishap == "stopped":
+        owner.stop()
+    elif mishap == "given up":
+        owner.ask("abort", "first")
+    elif mishap.endswith("server"):
+        here.kill()
+        if mishap == "another server":  # it knows no promises
+            here.serve_again(stores=False)
+    elif mishap == "aborted":
+        b.ask("abort", "second")
+        b.add("second", tokens)
+        owner.finish("first")
+    else:
+        (owner if mishap == "reset there" else b).ask("reset")
+
+
 @pytest.mark.parametrize(
     ("here", "mishap"),
     [("in_place", one) for one in MISHAPS]
@@ -259,30 +286,9 @@ def test_what_does_not_come_is_computed(here: Node, mishap: str) -> None:
         owner.add("more", more)
     computes(here, owner, 1)
     before = counts(b, end)[0]
-    if mishap == "used again":
-        with meddled(b, PULL, "slow", 60.0, times=1):
-            assert b.step(3) == {}
-            owner.ask("abort", "first")
-            for _ in range(5):
-                owner.one(new_tokens(1000))
-    elif b.in_place:
+    if b.in_place and mishap != "used again":
         assert pulls(b, 3) == 1
-    if mishap == "killed":
-        owner.kill()
-    elif mishap == "stopped":
-        owner.stop()
-    elif mishap == "given up":
-        owner.ask("abort", "first")
-    elif mishap.endswith("server"):
-        here.kill()
-        if mishap == "another server":  # it knows no promises
-            here.serve_again(stores=False)
-    elif mishap == "aborted":
-        b.ask("abort", "second")
-        b.add("second", tokens)
-        owner.finish("first")
-    elif mishap.startswith("reset"):
-        (owner if mishap == "reset there" else b).ask("reset")
+    happen(here, owner, mishap, tokens)
     second = b.finish("second")["second"]
     others = b.one(more) if ends else None
     if mishap == "no server":

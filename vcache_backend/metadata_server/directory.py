@@ -12,6 +12,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count, groupby
+from operator import and_
 
 import msgspec
 
@@ -113,20 +114,13 @@ class Directory:
         """The place of each chunk; None if it is not in the pool."""
         return list(map(self.chunks.get, keys))
 
-    def has_any(self, namespace: bytes) -> bool:
-        """Whether the pool has any chunk of a namespace."""
-        return self.room.of_space[namespace] > 0
-
     def of_all(self, keys: list[m.ChunkKey], ranks: int) -> list[bool]:
         """For each chunk (key of rank 0) whether the pool has it for all ranks."""
-        present = [place is not None for place in self.places(keys)]
+        has = self.chunks.__contains__
+        present = list(map(has, keys))
         for rank in range(1, ranks):
-            if not any(present):
-                break
-            places = self.places(m.of_rank(keys, rank))
-            present = [
-                so_far and own is not None for so_far, own in zip(present, places, strict=True)
-            ]
+            if any(present):
+                present = list(map(and_, present, map(has, m.of_rank(keys, rank))))
         return present
 
     def pin(self, keys: list[m.ChunkKey], seconds: float) -> list[m.SlotRun]:

@@ -51,9 +51,7 @@ def find(
 ) -> m.Found:
     """Find what is in the pool for all ranks, or in the KV caches of others. keys: of the whole
     chunks. own: of the asker. others: those that the asker may read; all have the same tables."""
-    present = b""
-    if pool.has_any(request.namespace):
-        present = bytes(pool.of_all(keys, request.ranks))
+    present = bytes(pool.of_all(keys, request.ranks)) if len(pool) else b""
     if others:
         return HitSearch(request.hashes, others[0].tables).answer(request, others, present)
     present = present.partition(b"\0")[0]

@@ -258,7 +258,6 @@ class Service:
         count, counters = len(request.hashes) // m.HASH_BYTES // request.each, self.counters
         if len(request.hashes) % m.HASH_BYTES:
             raise Refused(f"{len(request.hashes):,} B are not whole hashes")
-        _check_ranks(count, request.ranks)
         namespace, keys = request.namespace, list[m.ChunkKey]()
         if self._needs_keys(request):
             keys = m.chunk_keys(namespace, request.hashes, request.each)
@@ -289,8 +288,7 @@ class Service:
 
     def _needs_keys(self, request: m.Find) -> bool:
         """Whether the pool or a promise may have chunks of a look-up, or will."""
-        pooled = self.directory.has_any(request.namespace)
-        return pooled or bool(request.promise) or len(self.promises) > 0
+        return bool(request.promise) or len(self.directory) + len(self.promises) > 0
 
     def _publish(self, client: Peer, request: m.Publish) -> m.Count:
         """Take blocks, unless they were computed before a reset."""
@@ -303,7 +301,6 @@ class Service:
 
     def _promise(self, client: Peer, request: m.Promise) -> m.Promised:
         """Note the chunks that a request computes. Ignores a request that began before a reset."""
-        _check_ranks(len(request.keys), request.ranks)
         epoch = self.directory.epoch(request.keys)
         lacking = self._lacking(request, request.keys) if request.epoch == epoch else []
         return m.Promised(self.promises.begin(client, request, lacking), epoch)
@@ -327,9 +324,3 @@ class Service:
             said = reported.pid, reported.device, reported.text
             log.log(getattr(logging, level.upper()), "pid %d on %s reports: %s", *said)
         return m.Count(int(reported is not None))
-
-
-def _check_ranks(keys: int, ranks: int) -> None:
-    """Refuse a look-up that would take too long."""
-    if keys * ranks > m.MAX_LOOKED_UP:
-        raise Refused(f"{keys:,} keys x {ranks:,} ranks; {m.MAX_LOOKED_UP:,} is the limit")

@@ -33,8 +33,6 @@ class Room:
         self.regions: dict[int, SlotRegion] = {}
         self.chunks = OrderedDict[m.ChunkKey, int]()
         """The place of each committed chunk, the least recently used first."""
-        self.of_space = Counter[bytes]()
-        """Chunks by namespace."""
 
     def at(self, place: int) -> tuple[SlotRegion, int]:
         return self.regions[place >> SLOT_BITS], place & SLOT_MASK
@@ -42,7 +40,6 @@ class Room:
     def put(self, key: m.ChunkKey, place: int) -> None:
         self.chunks[key] = place
         self.regions[place >> SLOT_BITS].chunks += 1
-        self.of_space[key[: m.NAMESPACE_BYTES]] += 1
 
     def use(self, keys: list[m.ChunkKey], places: list[int], until: float = 0.0) -> None:
         """Make chunks recent, the first most of all, and keep them until a time."""
@@ -60,12 +57,10 @@ class Room:
     def forget(self, keys: Sequence[m.ChunkKey]) -> list[int]:
         """Forget chunks. Returns their places, which the caller grants to others, or frees."""
         places = [self.chunks.pop(key) for key in keys]
-        for key, place in zip(keys, places, strict=True):
-            region, slot = self.regions[place >> SLOT_BITS], place & SLOT_MASK
-            region.generations[slot] |= 1
+        for region, slot in map(self.at, places):
+            region.void(slot)
             region.pins[slot] = 0.0
             region.chunks -= 1
-            self.of_space[key[: m.NAMESPACE_BYTES]] -= 1
         return places
 
     def take(self, client: Peer, size: int, most: int, pending: int) -> list[int]:

@@ -228,8 +228,8 @@ class Client(Channel):
 
     def promise(self, request: m.Promise) -> m.Promised:
         """Promise the leading chunks, as many as fit into a request. See `Promise`."""
-        leading = request.keys[: min(m.MAX_KEYS, m.MAX_LOOKED_UP // request.ranks)]
-        return self._call(msgspec.structs.replace(request, keys=leading), m.Promised)
+        leading = msgspec.structs.replace(request, keys=request.keys[: m.MAX_KEYS])
+        return self._call(leading, m.Promised)
 
     def open_instance(self, instance: bytes) -> tuple[m.Joined, list[int]]:
         """Open an instance. Fds: its generation table, pidfds of the scheduler and each rank."""
@@ -322,8 +322,7 @@ def _publications(whole: m.Publish) -> Iterator[m.Publish]:
 
 def _most_found(request: m.Find) -> int:
     """How many hashes of a look-up fit into one request: whole chunks."""
-    chunks = min(m.MAX_HASHES // request.each, m.MAX_LOOKED_UP // request.ranks)
-    return max(1, chunks) * request.each
+    return m.MAX_HASHES // request.each * request.each
 
 
 def _joined(first: m.Found, then: m.Found, each: int) -> m.Found:

@@ -22,8 +22,6 @@ MAX_MESSAGE_BYTES = 200_000
 packet is disconnected."""
 MAX_KEYS = 2048
 """The most keys in one request. A request with more is refused; the connection stays usable."""
-MAX_LOOKED_UP = 16_384
-"""The most keys times ranks in one look-up. A look-up of more is refused."""
 MAX_SLOTS = 1024
 """The most slots that one request reserves. Further keys are refused as FULL."""
 MAX_FDS = 253
@@ -69,7 +67,7 @@ Named = Annotated[InstanceId, msgspec.Meta(min_length=INSTANCE_BYTES, max_length
 Asker = Annotated[InstanceId, msgspec.Meta(max_length=INSTANCE_BYTES)]
 """An instance, or b"" for none."""
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
-Ranks = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+Ranks = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
 Medium = Literal["cuda", "host"]
 KEY_BYTES = 26
 NAMESPACE_BYTES = 8
@@ -494,7 +492,7 @@ class Join(Request, frozen=True, tag="join"):
     instance: Named
     namespace: Namespace
     blocks: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS)]
-    ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
+    ranks: Ranks
     each: Annotated[int, msgspec.Meta(ge=1, le=MAX_EACH)]
     tables: Annotated[list[BlockTable], msgspec.Meta(min_length=1, max_length=MAX_TABLES)]
 
