@@ -159,6 +159,28 @@ def test_a_segment_for_which_descriptors_are_too_few_is_added_once_there_are_eno
     os.close(table)
 
 
+def test_without_descriptors_new_clients_wait_and_cost_nothing(stage_: Stage) -> None:
+    server = stage_.server()
+    raw = stage_.raw()
+    server.descriptors(limit=3)
+    waiting = [stage_.raw(hello=False) for _ in range(3)]
+    for one in waiting:
+        one.send("hello", m.PROTOCOL_VERSION, "host", "host", {})
+    status = Path(f"/proc/{server.pid}/status")
+
+    def slept() -> int:
+        return int(status.read_text().partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
+    before = slept() + 1
+    eventually(lambda: slept() > before)
+    assert raw.ask("stats")[0] == "server_stats", "those are looked at just then"
+    server.descriptors(limit=1000)
+    assert all(one.receive()[0] == "welcome" for one in waiting)
+    server.signal(signal.SIGTERM)
+    _, said = server.wait()
+    assert said.count("no new client can connect") == 1
+
+
 def test_a_process_whose_pid_another_one_has_by_now_has_ended() -> None:
     here = identity(os.getpid())
     earlier = msgspec.structs.replace(here, started=here.started - 1)

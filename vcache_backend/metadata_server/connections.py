@@ -112,7 +112,7 @@ class Clients:
         self._spin_seconds = sockets.spin(few, many)
         self._most, self._uids = min(most, 4096), {os.getuid(), 0, *config.allow_uids}
         self._listener, self._epoll, self._service, self._watch = listener, epoll, service, watch
-        self._numbers = count(1)
+        self._numbers, self._full = count(1), False
         self._connections: dict[int, Connection] = {}
         self._receiver = sockets.Receiver()
         self._concerned: dict[Connection, None] = {}
@@ -155,17 +155,27 @@ class Clients:
         for connection in self._connections.values():
             connection.close()
 
+    def tick(self) -> None:
+        """Accept again, since descriptors or memory may be free again."""
+        if self._full:
+            self._epoll.modify(self._listener, select.EPOLLIN)
+
     # ---- in
 
     def _accept(self) -> None:
-        """Accept a connection. If descriptors or memory are exhausted, new connections wait."""
+        """Accept a connection. If descriptors or memory are exhausted, new connections wait, at no
+        cost."""
         try:
             sock, _ = self._listener.accept()
         except BlockingIOError:
             return  # the client left
         except OSError as error:
-            log.warning("no new client can connect for now: %s", error)
+            if not self._full:
+                log.warning("no new client can connect for now: %s", error)
+            self._full = True
+            self._epoll.modify(self._listener, 0)
             return
+        self._full = False
         sock.setblocking(False)
         self._epoll.register(sock, select.EPOLLIN)
         connection = Connection(sock, next(self._numbers), *peer(sock))
@@ -277,6 +287,7 @@ class Clients:
             return
         self._epoll.unregister(connection.sock)
         connection.close()
+        self.tick()
         if connection.client is not None:
             if reservation := connection.untold:
                 self._service.directory.abort(connection.client, reservation)

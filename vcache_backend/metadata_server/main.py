@@ -148,6 +148,7 @@ class Server:
         self._endpoint.keep_fresh()
         self._service.tick()
         self._watch_processes()
+        self._clients.tick()
         if self._monitor is not None:
             self._monitor.tick()
 
