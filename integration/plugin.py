@@ -15,6 +15,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from vcache_backend.errors import ConfigError, printable
@@ -66,7 +67,8 @@ def _register_in(module: Any) -> None:
 def _checking(create: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         if fault := mistake(getattr(self, "kv_transfer_config", None)):
-            raise ConfigError(fault)
+            # vLLM's own command ends without a traceback, as for any wrong argument.
+            raise SystemExit(f"vcache: {fault}") if _is_a_command() else ConfigError(fault)
         return create(self, *args, **kwargs)
 
     return create_engine_config
@@ -122,3 +124,12 @@ def misplaced(transfer: Any) -> str:
 
 def _shown(value: Any) -> str:
     return "not set" if value is None else f"`{printable(str(value))}`"
+
+
+def _is_a_command() -> bool:
+    """Whether this program is vLLM's own: `vllm …`, or a vLLM module by `python -m`. Other programs
+    may want to catch the error."""
+    module = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return Path("".join(sys.argv[:1])).name == "vllm" or (
+        module is not None and module.name.startswith("vllm.")
+    )
