@@ -11,7 +11,7 @@ An arm is a system and the policy that distributes its requests: `turn`, or the 
 with `cache_aware`, with its threshold behind it. `prefix_32k_8` is `prefix` with prefixes of
 32 x 1,024 tokens and eight requests in flight; `prefix_32k_8_12x4` has 12 such prefixes, each with
 four prompts, and `prefix_32k_8_12x4_512` answers of 512 tokens.
-The systems with `_dp` are one server with data parallel ranks.
+The systems with `_dp` are one server with data parallel ranks. In the end their hits are compared.
 
 Workloads are in `serving.workloads` and `serving.trace`. Every arm gets the same prompts, with
 empty caches and a new router. The servers of a system are warmed up with prompts nobody asks again,
@@ -41,6 +41,7 @@ from .options import Measurement, names_of, parser
 from .results import Clock, percentile
 from .serving import workloads
 from .serving.client import LATE, send
+from .serving.ranks import equal
 from .serving.router import POLICIES, Arm, way
 from .serving.servers import Servers
 from .serving.summary import Figures, apart, compared, rows_of
@@ -91,6 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     up[system] = servers
             for runs in loads.values():
                 _measure([arm for arm in options.arms if arm.system in up], up, runs, made)
+            for system, servers in up.items():
+                if SYSTEMS[system].ranks and SYSTEMS[system].share:
+                    case = "x4_" * (sizes.instances == 4) + f"dp_{joined(options.model, system)}"
+                    with made.part(case):
+                        made.clock.check(LEAST_SECONDS)
+                        made.report.add(equal(case, servers.ports[0], sizes.instances, sizes.plan))
     for workload in [*options.workloads, *options.once]:
         name, plan = joined(options.model, workload), _shaped(workload, sizes.plan)[1]
         made.report.add(compared(made.report.rows, name, len(options.gpus) == 4))
