@@ -21,6 +21,8 @@ def test_the_next_server_reads_what_was_written_last_at_the_same_clock(
             assert ResetsFile(file.fileno()).read() == resets
         monkeypatch.setattr(processes, "namespaces", lambda: b"pid:[1] time:[2] of boot 3\n")
         assert ResetsFile(file.fileno()).read() == {}, "its numbers mean nothing after a reboot"
+        (tmp_path / "lock").write_text("4711\n")
+        assert ResetsFile(file.fileno()).read() == {}, "as in another program's lock"
 
 
 def test_a_namespace_without_a_reset_of_its_own_has_that_of_all() -> None:

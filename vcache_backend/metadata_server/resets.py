@@ -42,7 +42,7 @@ class ResetsFile:
 
     def read(self) -> Resets:
         """The resets that an earlier server wrote; none if their numbers are of another clock."""
-        with suppress(ValueError):  # nobody has written any
+        with suppress(ValueError, TypeError):  # nobody has written any
             clock, resets = json.loads(os.pread(self._fd, mmap.PAGESIZE, 0).rstrip(b"\0"))
             if clock == _clock():
                 return {bytes.fromhex(name): Reset(*one) for name, one in resets.items()}
