@@ -94,6 +94,26 @@ def clear(_: object) -> int:
 # ---- what it does
 
 
+def test_a_chunk_counts_once_every_rank_has_its_part(here: Node) -> None:
+    """The first test: a count of an earlier load could still come."""
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with here.start("ranks", **ranks) as both:
+        tokens, known = new_tokens(3 * CHUNK + 1), set(here.chunk_keys())
+        computed = both.one(tokens)
+        here.stored(len(known) + 2 * 3)
+        loaded = here.stats().counters.get("loaded_tokens", 0)
+        own, again = both.one(tokens), both.again(tokens)
+        eventually(lambda: here.stats().counters["loaded_tokens"] == loaded + 3 * CHUNK)
+        assert (again.cached, again.said) == (own.cached, own.said) == (3 * CHUNK, own.said)
+        assert again.agrees(computed)
+        second = [key for key in here.chunk_keys() if key not in known and key.endswith(b"\0\1")]
+        with here.connection() as client:
+            assert client.remove(second[:1]) == 1
+        less = both.again(tokens)
+        assert less.cached < 3 * CHUNK
+        assert less.agrees(computed)
+
+
 def test_another_tier_and_parts_of_chunks_are_left_alone(here: Node, a: Instance) -> None:
     """The other tier's keys say nothing of the layout of the bytes."""
     tokens, others = new_tokens(2 * CHUNK + 9), new_tokens(3 * CHUNK + 1)
@@ -136,25 +156,6 @@ def test_clear_forgets_the_namespace(here: Node, a: Instance) -> None:
     chunks = here.chunks()
     assert a.ask(clear) == chunks * CHUNK
     assert (here.chunks(), a.again(tokens).cached) == (0, 0)
-
-
-def test_a_chunk_counts_once_every_rank_has_its_part(here: Node) -> None:
-    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    with here.start("ranks", **ranks) as both:
-        tokens, known = new_tokens(3 * CHUNK + 1), set(here.chunk_keys())
-        computed = both.one(tokens)
-        here.stored(len(known) + 2 * 3)
-        loaded = here.stats().counters.get("loaded_tokens", 0)
-        own, again = both.one(tokens), both.again(tokens)
-        eventually(lambda: here.stats().counters["loaded_tokens"] == loaded + 3 * CHUNK)
-        assert (again.cached, again.said) == (own.cached, own.said) == (3 * CHUNK, own.said)
-        assert again.agrees(computed)
-        second = [key for key in here.chunk_keys() if key not in known and key.endswith(b"\0\1")]
-        with here.connection() as client:
-            assert client.remove(second[:1]) == 1
-        less = both.again(tokens)
-        assert less.cached < 3 * CHUNK
-        assert less.agrees(computed)
 
 
 def test_a_server_that_an_instance_has_started_outlives_it(folder: Path) -> None:

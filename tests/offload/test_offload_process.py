@@ -112,6 +112,7 @@ def test_what_a_killed_provider_had_is_a_miss(tmp_path: Path) -> None:
 def test_nobody_waits_for_a_process_that_reads_nothing(depot: Depot) -> None:
     with Raw(depot.config()) as stuck:
         os.kill(stuck.process.pid, signal.SIGSTOP)
+        eventually(lambda: "\nState:\tT" in Path(f"/proc/{stuck.process.pid}/status").read_text())
         with pytest.raises(StoreDown, match="the offload process ended"):
             stuck.call("exist", [4 * MIB * "x"])
         assert gone(stuck.process.pid)
