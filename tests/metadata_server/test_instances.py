@@ -403,6 +403,22 @@ def test_a_publication_tells_few_however_many_hold_its_chunks() -> None:
         assert (bool(told[one]), holders <= 5) == (one != first, True)
 
 
+def test_each_of_many_hears_of_another(alone: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One publication tells only some of them."""
+    monkeypatch.setattr(InstanceRegistry, "MAX_NOTED", 1)
+    with running(alone.path):
+        clients = [(alone.client(), instance_id(number)) for number in (1, 2, 3)]
+        for client, name in clients:
+            instance_cases.share(client, name, 1)
+            client.heartbeat()
+        (last, name), silent = clients[2], {A, B}
+        for number in range(200):
+            show(last, name, regions=1 + number % 2)  # what was published is forgotten
+            publish(last, name, 1)
+            silent -= {other for client, other in clients[:2] if client.heartbeat().copies}
+        assert not silent
+
+
 # ---- what cannot be
 
 
@@ -464,6 +480,20 @@ def test_a_cache_comes_with_one_fd_a_region(alone: Stage, server: Child, reader:
         os.close(fd)
     raw.close()
     eventually(lambda: memories(server) == 2)
+
+
+def test_without_descriptors_a_cache_waits(alone: Stage, server: Child, reader: Client) -> None:
+    """The kernel hands over as many fds as there is room for, and drops the others."""
+    owner = alone.client()
+    server.descriptors(limit=max(server.descriptors()) + 3)
+    with pytest.raises(Refused, match="[2-7] fds came along; its 8 regions need one each"):
+        show(owner, A, regions=8)
+    assert owner.stats().instances == []
+    server.expect("no descriptors left (ulimit -n)")
+    eventually(lambda: not memories(server))
+    server.descriptors(limit=1024)
+    show(owner, A, regions=8)
+    assert memories(server) == 8
 
 
 # ---- bounds

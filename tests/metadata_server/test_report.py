@@ -18,7 +18,7 @@ from vcache_backend.config import from_dict
 from vcache_backend.doctor import Finding
 from vcache_backend.errors import Refused
 from vcache_backend.metadata_server.processes import Peer, ProcessId
-from vcache_backend.metadata_server.report import Minute, Reports
+from vcache_backend.metadata_server.report import Minute, Reports, fitting
 from vcache_backend.metadata_server.requests import Service
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol import sockets
@@ -78,6 +78,15 @@ def test_statistics_stay_readable_with_more_reports_and_segments_than_fit(memfd:
     assert stats.reports[-1].text.startswith(f"{Reports.MOST - 1} ")
     assert next(reversed(stats.hits)).startswith("199")
     service.close()
+
+
+def test_statistics_fit_a_message_however_many_processes_left_slots_in_quarantine() -> None:
+    id_, device = m.SegmentId("s" * 64), "\N{GRINNING FACE}" * 64
+    segments = [m.SegmentInfo(id_, device, "host", m.MAX_SEGMENT_BYTES)] * m.MAX_SEGMENTS
+    stats = m.ServerStats(1, 1.0, 1, 0, 0, 0, {}, {}, segments, {}, 1)
+    left = dict.fromkeys(range(1 << 20, (1 << 20) + 30_000), 1)
+    whole = msgspec.structs.replace(stats, quarantined_slots=left)
+    assert len(sockets.encode(fitting(whole))) > m.MAX_MESSAGE_BYTES // 2
 
 
 # ---- what a person sees

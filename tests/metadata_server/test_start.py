@@ -100,6 +100,24 @@ def test_only_a_killed_server_is_started_again(path: Path, monkeypatch: pytest.M
         assert not servers(path)
 
 
+def test_a_second_kill_gives_the_same_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Channel, "KILLED_SECONDS", 3600.0)
+    ensure(config(path))
+    calls: list[float] = []
+    with Client(path, QUICK) as client:
+        client.on_killed = lambda: calls.append(time.monotonic())
+        os.kill(servers(path)[0], signal.SIGKILL)
+        eventually(lambda: "no metadata server" in client.trouble)
+        ensure(config(path))
+        eventually(lambda: client.connected)
+        time.sleep(0.5)
+        monkeypatch.setattr(Channel, "KILLED_SECONDS", 0.5)
+        killed = time.monotonic()
+        os.kill(servers(path)[0], signal.SIGKILL)
+        eventually(lambda: bool(calls))
+    assert calls[0] - killed >= 0.5
+
+
 def answers(path: Path) -> bool:
     with Client(path, PATIENT, reconnect=False) as client:
         return client.connected
