@@ -31,7 +31,7 @@ def test_no_byte_is_wrong_though_blocks_are_used_again_while_they_are_read() -> 
 
 def test_instances_share_again_after_every_reset() -> None:
     level = INPLACE._replace(mishaps={"namespaces reset": 1}, counts=FEW, reuse_hits=0.0)
-    level = level._replace(loads=100, pause=10.0)
+    level = level._replace(loads=200, pause=10.0)
     assert faults(run(7, level), level) == []
 
 

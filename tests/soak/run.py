@@ -41,7 +41,8 @@ NOWHERE = Path()
 
 
 class Result(msgspec.Struct):
-    """The result of one run. ended: how many processes ended by themselves or fell silent."""
+    """The result of one run. ended: how many processes ended by themselves or fell silent. before:
+    loads that were reported before the first mishap, which prove nothing."""
 
     seed: int
     outcomes: Outcomes
@@ -49,6 +50,7 @@ class Result(msgspec.Struct):
     wrong: list[str] = []
     seconds: float = 0.0
     ended: int = 0
+    before: int = 0
 
 
 class Soak:
@@ -87,6 +89,8 @@ class Soak:
             if done := seen.loads + seen.answers:
                 self._mishaps.done = done
                 self._mishaps.start(self._level.pause)
+            if not self._mishaps.counts:
+                self.result.before = seen.loads
             self._mishaps.look()
             if now - shown > PROGRESS_SECONDS:
                 shown = now
@@ -152,8 +156,8 @@ class Soak:
 
 
 def run(seed: int, level: Level = INPLACE, shared: Path = NOWHERE) -> Result:
-    """Run a level until so many loads have brought something, and as many were refused as it asks
-    for.
+    """Run a level until, since the first mishap, so many loads have brought something, and as many
+    were refused as it asks for.
     """
 
     def over(result: Result, passed: float) -> bool:
@@ -187,5 +191,6 @@ def faults(result: Result, level: Level) -> list[str]:
 
 def _too_few(result: Result, level: Level) -> list[str]:
     seen, refused = result.outcomes, level.reuse_hits * level.loads
-    few = [f"{seen.loads} loads of {level.loads}"] if seen.loads < level.loads else []
+    loads = seen.loads - result.before
+    few = [f"{loads} loads of {level.loads}"] if loads < level.loads else []
     return few + [f"{seen.reuse_hits} refused of {refused:g}"] * (seen.reuse_hits < refused)
