@@ -13,7 +13,7 @@ from typing import Any
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import start
 from vcache_backend.protocol.client import Client, Standing
-from vcache_backend.protocol.messages import Join
+from vcache_backend.protocol.messages import HASH_BYTES, RANK_BYTES, ChunkKey, Join
 from vcache_backend.resident.mappings import Tables
 from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.transfer.session import make_tier
@@ -55,6 +55,9 @@ class InstanceContext:
     announcer: Announcer | None = None
     """None unless KV events are wanted. Chunks shared in place need no events of ours: vLLM
     announces its own KV cache."""
+    epoch = 0
+    """The namespace's epoch in the server's last answer, for what is stored in a pool. In place
+    `Publications.epoch` counts."""
     _wait_until: float | None = None
 
     def __init__(
@@ -206,6 +209,9 @@ class InstanceContext:
             # Answers bring news even if no request waits for them any more.
             client.on_reply = self.publications.hear
             Standing(client, self._join, "vcache: others cannot read this instance's KV cache")
+        else:
+            client.on_return.append(self._hear)
+            self._hear()
         if trouble := client.trouble:
             log.warning("vcache: %s; until it answers nothing is cached", trouble)
         told = "vcache: namespace %s, chunks of %d tokens, ranks: %d"
@@ -234,8 +240,7 @@ class InstanceContext:
         except VCacheError as error:
             log.warning("the pool was not cleared, so nothing is read from it: %s", error)
             return False
-        with suppress(VCacheError):
-            self.client.heartbeat()  # so that the epoch is heard of
+        self._hear()
         return True
 
     def close(self) -> None:
@@ -256,6 +261,15 @@ class InstanceContext:
             shape = own.generations.blocks, self.ranks, self.hashes, list(own.tables)
             client.join(Join(own.instance, self.prefix, *shape), own.generations.fd)
             client.heartbeat()
+
+    def _hear(self) -> None:
+        """Hear of the epoch, if the server answers."""
+        key = ChunkKey(self.prefix + bytes(HASH_BYTES + RANK_BYTES))
+        with suppress(VCacheError):
+            if self.client is not None and self.publications is not None:
+                self.client.heartbeat()
+            elif self.client is not None:
+                self.epoch = self.client.present([key]).epoch
 
     def _check_announced(self) -> None:
         """Ask which announced chunks are gone."""

@@ -57,8 +57,6 @@ class Lookups:
         self._adapters = Adapters()
         self._late = False
         """Whether the last answer that vLLM asked for was late."""
-        self.epoch = 0
-        """The namespace's epoch in the server's last answer."""
 
     def identifies(self, adapter: object) -> bool:
         """Whether the requests of a LoRA adapter may be cached: its files are identified."""
@@ -358,7 +356,7 @@ class Lookups:
         have more by now, and the last block found holds no others. fresh: the server has just
         answered."""
         context, each = self._context, self._context.names
-        self.epoch = reply.epoch
+        context.epoch = reply.epoch
         end, residents = reply.end, reply.residents
         if context.tables is not None and context.publications is not None and not fresh:
             tables = None if monotonic() < at + YOUNG_SECONDS else context.tables

@@ -98,10 +98,11 @@ class MoreBlocks(_Spec, frozen=True):
 
 class StoreSpec(_Spec, frozen=True):
     """A store of chunks that this step completes. blocks: vLLM's block numbers of all chunks, in
-    order."""
+    order. epoch: of the chunks."""
 
     chunks: Chunks
     blocks: list[int]
+    epoch: int = 0
 
 
 class SavedChunks(_Spec, frozen=True):

@@ -119,7 +119,7 @@ class PromiseSender:
         each, own = context.names, context.publications
         hashes = self._lookups.hashes(tracked, first * each, (first + count) * each, context.unit)
         name = own.instance if own is not None else InstanceId(b"")
-        epoch = own.epoch if own is not None else self._lookups.epoch
+        epoch = own.epoch if own is not None else context.epoch
         self._send(promise.number, hashes, name, epoch, self.rate.chunk_seconds, begun)
         promise.made, promise.stop = bool(count), stop
         return count
@@ -147,4 +147,4 @@ class PromiseSender:
         keys = chunk_keys(context.prefix, hashes, context.names)
         answer = client.promise(Promise(number, keys, context.ranks, *terms))
         if keys:
-            self._lookups.epoch = answer.epoch
+            context.epoch = answer.epoch

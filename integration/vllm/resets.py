@@ -40,15 +40,9 @@ class Resets:
         self._waits, self._promises, self._planner = waits, promises, planner
         self._echoes = count(1)
         self.clearing = False
-        """A reset is under way, and look-ups must wait."""
-        self.number = 0
-        """The last reset's echo. While `clearing`, every step asks for the echo until the workers
-        have answered. By then all stores from before the reset have reservations, which a second
-        clear voids without waiting for their copies."""
+        """The server has yet to hear of a reset, and look-ups must wait."""
         self._just_reset = False
         """A reset was made, and no request has begun since."""
-        self._planned = False
-        """A step was planned, which may store."""
         self._foreign = 0
         """The echo of the last step in which another connector loaded."""
         self._survivors = False
@@ -71,16 +65,11 @@ class Resets:
             return True
         self.change_version(b"")
         self._just_reset = True
-        # Look nothing up until the running steps have ended and their stores are cleared, too.
-        self.clearing = True
-        self.number = next(self._echoes)
         self.forget_answers()
         self._void()
-        cleared = self._context.clear()
-        if cleared and (self._context.publications is not None or not self._planned):
-            # Running steps publish and save under the old epoch, so there is no need to wait.
-            self.clearing = False
-        return cleared or not self._context.introduced
+        # What running steps publish and store is of the old epoch, and the server refuses it.
+        self.clearing = not self._context.clear()
+        return not (self.clearing and self._context.introduced)
 
     def leave_version(self) -> None:
         """Share nothing more, since the weights change: without versions until the next reset,
@@ -123,10 +112,8 @@ class Resets:
         tokens than vLLM's cache and vcache supply. If this load fails, vLLM computes tokens again.
         So requests that begin now, perhaps with blocks of that load, store nothing before the step
         is over."""
-        self._planned = True
         self._just_reset &= meta.idle and not meta.loads
-        if self.clearing:
-            meta.echoes.add(self.number)
+        self._clear()
         if not beginning:
             return
         foreign = any(one.whole > one.tracked.supplied for one in beginning)
@@ -147,11 +134,14 @@ class Resets:
                 # computed behind them since.
                 self._distrust()
         self._planner.trusted = max(self._planner.trusted, *report.echoes, 0)
-        if self.clearing and self.number in report.echoes:
-            # Clear again: steps from before the reset may have stored chunks since.
-            self.clearing = not self._context.clear()
+        self._clear()
 
     # ---- inside
+
+    def _clear(self) -> None:
+        """Make a reset of which the server has yet to hear."""
+        if self.clearing:
+            self.clearing = not self._context.clear()
 
     def _void(self) -> None:
         """Store nothing that builds on vLLM's present KV."""

@@ -311,7 +311,8 @@ class StorePlanner:
         self._announce(tracked, first, ready)
         if first < ready:
             chunks = self._lookups.chunks(tracked, first, ready)
-            meta.stores.append(StoreSpec(chunks, groups.chunks(tables, first, ready)))
+            blocks = groups.chunks(tables, first, ready)
+            meta.stores.append(StoreSpec(chunks, blocks, self._context.epoch))
         self.mark_stored(tracked, ready)
 
     def _keep_states(
@@ -337,7 +338,7 @@ class StorePlanner:
                 # Chunks have a fixed size: repeat the state's last block up to the chunk's end.
                 blocks = blocks + blocks[-1:] * (groups.parts * groups.blocks - len(blocks))
                 state = self._lookups.chunks(tracked, chunks, chunks, groups.parts)
-                meta.stores.append(StoreSpec(state, blocks))
+                meta.stores.append(StoreSpec(state, blocks, self._context.epoch))
 
     def _announce(self, tracked: Tracked, first: int, stop: int) -> None:
         """Prepare KV events, if anybody listens, for the request's chunks [first, stop), which may

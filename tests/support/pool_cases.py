@@ -14,8 +14,6 @@ from in_place_cases import CHUNK, Engine, Make, new_tokens, scheduling
 from processes import info, make_memfd
 from vllm.v1.request import RequestStatus
 
-from vcache_backend.integration.vllm.metadata import WorkerReport
-
 CHUNKS = 5
 PROMPT = CHUNKS * CHUNK + 3
 
@@ -53,18 +51,10 @@ def loaded(engine: Engine) -> int:
     return sum(len(load.chunks.keys) for load in engine.step().loads)
 
 
-def reset(engine: Engine, over: bool = True) -> int:
-    """A reset that vLLM does not make itself where requests run; its number. over: the workers have
-    said that no store of before is under way."""
+def reset(engine: Engine) -> None:
+    """A reset that vLLM does not make itself where requests run."""
     engine.scheduler.reset_prefix_cache(reset_connector=True)
-    (number,) = engine.step().echoes
-    if over:
-        flushed(engine, number)
-    return number
-
-
-def flushed(engine: Engine, number: int) -> None:
-    engine.step(kv_connector_worker_meta=WorkerReport(echoes={number}))
+    engine.step()
 
 
 def asked(engine: Engine) -> tuple[list[int], list[Any]]:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from in_place_cases import BLOCK, CHUNK, Engine, Make, find_of, make, new_tokens
-from pool_cases import CHUNKS, PROMPT, engine, flushed, here, loaded, pooled, put, reset
+from in_place_cases import (
+    BLOCK,
+    CHUNK,
+    Engine,
+    Make,
+    engines,
+    find_of,
+    make,
+    new_tokens,
+    scheduling,
+)
+from pool_cases import CHUNKS, PROMPT, engine, here, pooled, reset
 from processes import eventually
 from vllm_cases import needs_vllm
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")
 
 
-from vcache_backend.integration.vllm.metadata import WorkerReport
+from vcache_backend.protocol.messages import ChunkKey
 
 __all__ = ["engine", "here", "make"]
 pytestmark = needs_vllm
@@ -28,23 +40,57 @@ def test_a_reset_empties_the_pool_though_the_half_is_out_of_use(engine: Engine) 
         assert not any(client.contains(keys))
 
 
-def test_what_workers_say_of_a_reset_does_not_end_a_later_one(engine: Engine) -> None:
-    """Steps that were planned between the two may still store what is of weights before the later
-    one. Workers are asked until they have answered."""
+@pytest.mark.parametrize("whose", ["ours", "another instance's"])
+def test_a_step_of_before_a_reset_stores_nothing_after_it(engine: Engine, whose: str) -> None:
+    """Its worker may come to it later. The instance that did not make the reset hears of it with its
+    next look-up."""
+    running = engine.add(new_tokens(CHUNKS * CHUNK), max_tokens=3 * CHUNK)
     engine.step()
-    first, second = reset(engine, over=False), reset(engine, over=False)
-    flushed(engine, first)
-    tokens = pooled(engine)
-    engine.add(tokens)
-    assert loaded(engine) == 0
-    assert engine.step(kv_connector_worker_meta=WorkerReport()).echoes == {second}
-    flushed(engine, second)
+    (spec,) = engine.metas[-1].stores
     with engine.here.client() as client:
-        assert not any(client.contains(engine.keys(engine.request(tokens))))
-    assert not engine.step().echoes
-    put(engine, again := new_tokens(PROMPT))
-    engine.add(again)
-    assert loaded(engine) == CHUNKS
+        if whose == "ours":
+            reset(engine)
+        else:
+            client.clear(engine.half.context.prefix, reset=True)
+        assert client.reserve(spec.chunks.keys, 1024).epoch != spec.epoch
+        engine.finish(running)
+        engine.add(new_tokens(PROMPT))
+        engine.step()
+        (spec,) = engine.metas[-1].stores
+        assert client.reserve(spec.chunks.keys, 1024).epoch == spec.epoch
+
+
+def test_an_instance_that_asks_for_nothing_knows_of_earlier_resets(make: Make) -> None:
+    """Or nobody would find what it stores."""
+    (first := make(share="pool")).step()
+    reset(first)
+    producer = make(share="pool", role="kv_producer")
+    producer.add(new_tokens(PROMPT))
+    while not producer.step().stores:
+        pass
+    (spec,) = producer.metas[-1].stores
+    with producer.here.client() as client:
+        assert client.reserve(spec.chunks.keys, 1024).epoch == spec.epoch > 0
+
+
+def test_a_reset_without_a_server_is_made_once_there_is_one(
+    tmp_path: Path,
+) -> None:
+    """Until then nothing is looked up."""
+    with scheduling(tmp_path) as here, engines(here) as make:
+        engine = make(share="pool")
+        engine.step()
+        here.server.kill()
+        assert not engine.scheduler.connector.reset_cache()
+        assert engine.half.resets.clearing
+        here.serve()
+        client = engine.half.context.client
+        eventually(lambda: client.connected)
+        engine.add(new_tokens(PROMPT))
+        engine.step()
+        assert not engine.half.resets.clearing
+        with here.client() as other:
+            assert other.present([ChunkKey(engine.half.context.prefix + bytes(18))]).epoch
 
 
 def test_what_began_before_a_reset_that_vllm_did_not_make_is_never_stored(make: Make) -> None:

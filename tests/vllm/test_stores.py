@@ -118,6 +118,23 @@ def test_the_next_owner_of_a_block_waits_for_the_store_that_reads_it(worker: Wor
     assert worker.step([3]) == []
 
 
+def test_what_a_reset_has_made_old_is_not_stored(worker: Worker, here: Node) -> None:
+    """The server says so when it grants the slots, which are given back."""
+    new = Chunks(bytes([9]) * 8, bytes([9]) * HASH_BYTES)
+    with here.client() as client:
+        client.clear(new.namespace, reset=True)
+        epoch = client.present(new.keys).epoch
+    for other in (0, epoch - 2):
+        worker.stores.start(worker.attached, [StoreSpec(new, [5, 6], other)])
+    assert len(worker.copier.ends) == 2
+
+    def stored() -> bool:
+        worker.stores.start(worker.attached, [StoreSpec(new, [5, 6], epoch)])
+        return len(worker.copier.ends) == 3
+
+    eventually(stored)
+
+
 def test_a_model_with_states_waits_for_each_store_before_its_next_step(here: Node) -> None:
     """Which clears blocks, and copies states, before it says which are whose."""
     assert Worker(here, at_once=True).copier.fenced == [0, 1]

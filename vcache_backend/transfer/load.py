@@ -141,7 +141,7 @@ class Load(LoadContext):
             if prefix:
                 session.outbox.after(at_once, partial(session.client.pin, list(prefix), 0.0))
             if chunks := self.to_promote():
-                store(session, self.places, self.keys, chunks, prefix, fetched_in=self.epoch)
+                store(session, self.places, self.keys, chunks, prefix, computed_in=self.epoch)
         except Exception as error:  # noqa: BLE001 - the loaded chunks stay right
             session.miss("promote", error)
         return self.loaded

@@ -105,7 +105,7 @@ def store(
     prefix: Sequence[ChunkKey] = (),
     *,
     beside: bool = False,
-    fetched_in: int | None = None,
+    computed_in: int | None = None,
     holds: Callable[[], bool | None] | None = None,
 ) -> PendingStore | None:
     """Reserve slots, copy in one launch, and commit in the background. Runs in the worker's thread.
@@ -116,9 +116,9 @@ def store(
     chunks: numbers of the chunks to store; `keys[i]` and `places` belong to chunk i. prefix: keys
     of the chunks before chunk 0, to be marked as used, too. beside: the current stream does not
     wait for the copy, which reads the stream's writes so far; nothing may write into the blocks
-    before the result's `completion`, see `Copier.fence`. fetched_in: the epoch in which the offload
-    tier stored the chunks, if they came from the tier; in a later epoch they are not stored. holds:
-    see `PendingStore`.
+    before the result's `completion`, see `Copier.fence`. computed_in: the epoch in which the chunks
+    were computed; in another one they are not stored. None: it is not known. holds: see
+    `PendingStore`.
 
     A commit publishes every slot of a reservation, so either all slots are written or the
     reservation is given back. After a RuntimeError (a launch that failed in torch) a copy may still
@@ -134,7 +134,7 @@ def store(
     nbytes = places.kv.chunk_bytes(session.chunk_size)
     with stats.timed("reserve"):
         reserved = session.client.reserve([keys[chunk] for chunk in chunks], nbytes)
-    if fetched_in not in (None, reserved.epoch):
+    if computed_in not in (None, reserved.epoch):
         # A reset came in between: these chunks are outdated.
         if reserved.reservation:
             give_back(session, reserved.reservation)

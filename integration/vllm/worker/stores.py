@@ -64,7 +64,8 @@ class Stores:
         """Store the chunks that the step completes. The step's whole model run must be queued."""
         for spec in stores:
             keys, prefix = spec.chunks.keys, worker.session.own(spec.chunks.prefix)
-            self._store("store", worker, worker.session.own(keys), spec.blocks, prefix=prefix)
+            more: dict[str, Any] = {"prefix": prefix, "computed_in": spec.epoch}
+            self._store("store", worker, worker.session.own(keys), spec.blocks, **more)
 
     def promote(
         self,
@@ -77,7 +78,7 @@ class Stores:
         """Store these chunks of a load, which came from the offload tier, in the pool again. keys:
         of all chunks of the load. epoch: in which the tier had stored them."""
         prefix = worker.session.own(load.chunks.prefix)
-        more: dict[str, Any] = {"chunks": chunks, "prefix": prefix, "fetched_in": epoch}
+        more: dict[str, Any] = {"chunks": chunks, "prefix": prefix, "computed_in": epoch}
         self._store("promote", worker, keys, load.blocks, **more)
 
     def save(
@@ -92,7 +93,7 @@ class Stores:
 
         blocks: of all chunks, in order. epoch: of the chunks. holds: asked after the copy; False
         drops the chunks because a block was handed out meanwhile."""
-        self._store("save", worker, keys, blocks, fetched_in=epoch, holds=holds)
+        self._store("save", worker, keys, blocks, computed_in=epoch, holds=holds)
 
     def _store(
         self, what: str, worker: Attached, keys: Sequence[ChunkKey], blocks: list[int], **how: Any
