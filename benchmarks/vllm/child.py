@@ -32,9 +32,9 @@ class Measured(Serving):
             self._llm.apply_model(scale_weights)
         self._llm.apply_model(choose_alike)
 
-    def flip_layers(self, offset: int, mask: int, step: int, ends: str) -> None:
+    def flip_layers(self, ends: str) -> None:
         """See `alike.flip_layers`."""
-        self._llm.collective_rpc(flip_layers, args=(offset, mask, step, ends))
+        self._llm.collective_rpc(flip_layers, args=(ends,))
 
     def beside(
         self, others: list[list[int]], tokens: list[list[int]], extra: dict[str, Any]
@@ -43,7 +43,7 @@ class Measured(Serving):
         the next when the one before is done. Cached tokens of each.
         """
         with self._running(others):
-            return [self.generate(prompt, 1, extra=extra)["cached"] for prompt in tokens]
+            return [self.generate(prompt, 1, extra_args=extra)["cached"] for prompt in tokens]
 
     def steps(
         self,
@@ -56,7 +56,7 @@ class Measured(Serving):
         prompts somebody has announced, and nobody computes. extra: of the first request."""
         announced = {"kv_transfer_params": {"vcache": {"announced": True, "wait_seconds": 120.0}}}
         with self._running(prompts, extra):
-            names = [self._add(prompt, 1, extra=announced) for prompt in waiting]
+            names = [self._add(prompt, 1, extra_args=announced) for prompt in waiting]
             ends = list[float]()
             # The first ones begin to wait, too.
             while len(ends) < count + 9:
@@ -83,7 +83,7 @@ class Measured(Serving):
         room, begun = self._engine.vllm_config.model_config.max_model_len, set[str]()
         given = [extra, *[None] * len(prompts)]
         names = [
-            self._add(prompt, room - len(prompt) - 1, extra=its)
+            self._add(prompt, room - len(prompt) - 1, extra_args=its)
             for prompt, its in zip(prompts, given, strict=False)
         ]
         while len(begun) < len(names):
