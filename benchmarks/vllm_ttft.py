@@ -50,10 +50,6 @@ class Part(NamedTuple):
     who: tuple[str, ...] = ("alone", "a", "b")
 
 
-def _equal(run: Run) -> list[Row]:
-    return equality.equal(run, run.prompts.hits(run.scale.equal))
-
-
 def _few(run: Run) -> list[Row]:
     """Compare a few hits, and check that the output depends on the prompt."""
     scale, prompts, own = run.scale, run.prompts, KINDS[run.kind].few
@@ -79,7 +75,7 @@ PARTS: dict[str, Part] = {
     "agreeing": Part(equality.agreeing),
     "sensitive": Part(equality.sensitive, who=("alone",)),
     "flipped": Part(equality.flipped, "", ("inplace", "both")),
-    "equal": Part(_equal),
+    "equal": Part(equality.equal),
     "miss": Part(latency.miss, who=("alone", "a")),
     "fp8": Part(_few, "fp8", OURS, "modes"),
     "mla": Part(_few, "mla", OURS, "modes", cpu=False),

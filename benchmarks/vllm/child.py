@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 from typing import Any
 
 from vcache_backend.prove.instance import Serving, main
@@ -81,10 +81,9 @@ class Measured(Serving):
     ) -> Iterator[None]:
         """These requests decode, all of them, until the context ends. extra: of the first one."""
         room, begun = self._engine.vllm_config.model_config.max_model_len, set[str]()
-        given = [extra, *[None] * len(prompts)]
         names = [
             self._add(prompt, room - len(prompt) - 1, extra_args=its)
-            for prompt, its in zip(prompts, given, strict=False)
+            for prompt, its in zip(prompts, chain([extra], repeat(None)), strict=False)
         ]
         while len(begun) < len(names):
             begun |= {output.request_id for output in self._engine.step()}

@@ -60,8 +60,9 @@ class Trio(Comparison):
         return expected, got
 
 
-def equal(run: Run, hits: Sequence[Hit]) -> list[Row]:
-    """The row over all `hits`, or over those before the time was up."""
+def equal(run: Run, hits: Sequence[Hit] = ()) -> list[Row]:
+    """The row over all `hits`, by default the scale's, or over those before the time was up."""
+    hits = hits or run.prompts.hits(run.scale.equal)
     scale, trio = run.fleet.scale, Trio(run)
     tokens, longest = scale.kv_bytes // scale.token_bytes, max(scale.lengths.values())
     trio.soil(run.prompts, tokens, longest)
