@@ -33,8 +33,9 @@ from .comparison import Comparison, Prompts, alike, difference
 from .instance import CPU_ENVIRONMENT, ENVIRONMENT, arguments, transfer
 from .model import TINY_LLAMA, write_model
 
-CHUNK, ANSWER = 64, 16
-"""Tokens of a chunk, and of an answer that is compared."""
+CHUNK, ANSWER, SOILED = 64, 16, 8192
+"""Tokens of a chunk, of an answer that is compared, and of what fills the reader's blocks before;
+the generated model's have room for half as many."""
 PATIENT = ClientConfig(connect_seconds=5.0, request_seconds=10.0, control_seconds=30.0)
 """For clients that wait for others."""
 
@@ -104,7 +105,7 @@ class Pair(Comparison):
             child.answer(600.0)
         writer, reader = children
         super().__init__(writer, reader, writer, ANSWER)
-        what, words, block, self._tokens = writer.ask("facts", share=settings.share)
+        what, words, block = writer.ask("facts", share=settings.share)
         self._prompts = Prompts(words, block if self._in_place else CHUNK, block)
         self.proof = Proof(combination=what, date=str(date.today()), model=settings.model)
 
@@ -130,7 +131,7 @@ class Pair(Comparison):
     def look(self) -> Iterator[Finding]:
         """All rows. ChildFailed."""
         self._tell("the reader's blocks are filled with other prompts")
-        self.soil(self._prompts, min(self._tokens, 8192), self._longest // 2)
+        self.soil(self._prompts, SOILED, self._longest // 2)
         if (failed := self._failures()).status == "fail":
             yield failed
             return

@@ -90,7 +90,7 @@ class Comparison:
         self.writer, self.reader, self.reference, self.answer = writer, reader, reference, answer
 
     def soil(self, prompts: Prompts, tokens: int, longest: int) -> None:
-        """Fill the reader's blocks, of so many tokens, with prompts that nobody asks for again."""
+        """Fill the reader's blocks with so many tokens of prompts that nobody asks for again."""
         for _ in range(tokens // longest + 1):
             ask(self.reader, prompts.new(longest), 1, extra_args=OWN)
 

@@ -69,13 +69,11 @@ class Serving:
         gc.collect()
         gc.freeze()
 
-    def facts(self, share: str) -> tuple[Combination, int, int, int]:
-        """What a proof would be about, the size of the vocabulary, and tokens of a block and of the
-        KV cache."""
+    def facts(self, share: str) -> tuple[Combination, int, int]:
+        """What a proof would be about, the size of the vocabulary, and tokens of a block."""
         config = self._engine.vllm_config
-        block, blocks = config.cache_config.block_size, config.cache_config.num_gpu_blocks
-        words = config.model_config.get_vocab_size()
-        return Combination.here(share), words, block, block * blocks
+        words, block = config.model_config.get_vocab_size(), config.cache_config.block_size
+        return Combination.here(share), words, block
 
     def generate(self, tokens: list[int], count: int, **more: Any) -> dict[str, Any]:
         """One request; others may run. more: see `_add`. tokens: what came out; logprobs: of each
@@ -145,7 +143,7 @@ class Serving:
 
     def _add(self, tokens: list[int], count: int, salt: str = "", **more: Any) -> str:
         """Hand a request for so many tokens in; its name. salt: nobody has the KV of its prompt who
-        did not use the same. more: of vLLM's `SamplingParams`; `extra_args`: see `scheduler`."""
+        did not use the same. more: of vLLM's `SamplingParams`; `extra_args`: see `OWN`."""
         from vllm import SamplingParams
 
         self._count += 1
