@@ -107,6 +107,7 @@ class Pair(Comparison):
         super().__init__(writer, reader, writer, ANSWER)
         what, words, block = writer.ask("facts", share=settings.share)
         self._prompts = Prompts(words, block if self._in_place else CHUNK, block)
+        self._room = self._longest - 2 * ANSWER - block
         self.proof = Proof(combination=what, date=str(date.today()), model=settings.model)
 
     def _arguments(self, folder: Path, socket: Path, cpu: bool) -> dict[str, Any]:
@@ -151,7 +152,7 @@ class Pair(Comparison):
     def _compare(self, what: str) -> Finding:
         """Ask both for prompts of which the writer has computed a beginning."""
         self._tell(f"{what}?")
-        lengths = [(self._longest - 2 * ANSWER) * part // 7 for part in range(1, 7)]
+        lengths = [self._room * part // 6 for part in range(1, 7)]
         found, some = self.differences(self._prompts.hits(dict.fromkeys(lengths, 6)))
         wrong = Counter(filter(None, found))
         more = "; ".join(f"{count} {how}" for how, count in wrong.most_common(3))

@@ -53,8 +53,8 @@ class Prompts:
         return Hit(f"{length} again", [prompt], prompt)
 
     def parting(self, length: int, begun: int = 2) -> Hit:
-        """One that begins like as many others, for at least half of its length. None: like one that
-        is no longer than what they have in common."""
+        """One that begins like as many others, for about half of its length or more. 0: like one
+        that ends there."""
         chunks, past = self._chunks(length) // self._chunk, self._random.randrange(self._block)
         common = self._random.randint((chunks + 1) // 2, max(1, chunks - 1)) * self._chunk + past
         shared, most = self.new(common), max(length - common, self._block)
@@ -62,8 +62,9 @@ class Prompts:
         return Hit(f"{common} of {len(then)}, {begun} others", others or [shared], then)
 
     def hits(self, counts: Mapping[int, int]) -> list[Hit]:
-        """So many of each length, mixed: a run that ends early has some of each. Six have all
-        kinds: whole ones that end on, behind and before a block, or anywhere, and two that part."""
+        """So many of each length, or up to a block longer, mixed: a run that ends early has some of
+        each. Six have all kinds: whole ones that end on, behind and before a block, or anywhere,
+        and two that part."""
         # LMCache would compute only the last token of a prompt that ends with a chunk.
         edge = 0 if self._chunk == self._block else self.tail
         lengths = [length for length, count in counts.items() for _ in range(count)]
