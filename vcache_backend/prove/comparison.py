@@ -30,10 +30,10 @@ class Prompts:
     """A source of them. Two runs have the same; within one no two begin alike unless they are meant
     to.
 
-    What a hit may end with is whole chunks, or in place whole blocks. The part that prompts have in
-    common ends less than a block behind one. There vLLM's own hits and LMCache's end, too, so that
-    all compute the same tokens in steps of the same shapes: other shapes run other kernels, and may
-    differ in the last bit."""
+    A hit ends with a chunk, in place with a block. What prompts have in common ends less than a
+    block behind one. There vLLM's own hits and LMCache's end, too, so that all compute the same
+    tokens in steps of the same shapes: other shapes run other kernels, and may differ in the last
+    bit."""
 
     def __init__(
         self, vocabulary: int, chunk: int, block: int, seed: int = 0, tail: int = 8
