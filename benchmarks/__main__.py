@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name}: skipped, {gpus} GPUs here", file=sys.stderr)
             continue
         with made.part(name):
-            made.report.add(run())
+            made.add(run())
     return made.end()
 
 

@@ -7,24 +7,30 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from .results import Clock, Report
+from .results import Clock, Row, line, read, write
 
 
 class Measurement:
-    """A measurement of vLLM that runs: its time, its rows, the folder of its logs. Parts that fail
+    """A measurement that runs: its time, its rows by case, the folder of its logs. Parts that fail
     cost no other part's rows. SIGTERM, and the deadline with a reserve, become an exception, so
-    that children are killed on the way out.
-    """
+    that children are killed on the way out."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        """options: of `parser`."""
-        self.report = Report(options.out, options.commit)
-        self.clock, self._failed = Clock(options.seconds), list[str]()
+        """options: of `parser`. Continues a file that is there; a case that is measured again is
+        replaced."""
+        self._path, self._commit, self._failed = options.out, options.commit, list[str]()
+        self.rows, self.clock = dict[str, Row](), Clock(options.seconds)
+        if self._path is not None:
+            if self._path.exists():
+                self.rows = {row.case: row for row in read(self._path)}
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.with_suffix(".new").write_bytes(b"")  # fail now, not after the measurements
+            self._path.with_suffix(".new").unlink()
         for number in (signal.SIGTERM, signal.SIGALRM):
             signal.signal(number, _end)
         # What still runs by then is ended. The rows so far are kept.
@@ -44,12 +50,20 @@ class Measurement:
             said = f"FAILED after {self.clock.spent:.0f} s: {type(error).__name__}: {error}"
             print(f"{name}: {said}", flush=True)
 
+    def add(self, rows: Sequence[Row]) -> None:
+        """Print them and write the file."""
+        for row in rows:
+            self.rows[row.case] = row
+            print("  " + line(row), flush=True)
+        if self._path is not None:
+            write(self._path, list(self.rows.values()), self._commit)
+
     def end(self) -> int:
         """1 if a row missed its limit or a part failed."""
         signal.alarm(0)
         failed = f"; failed: {', '.join(self._failed)}" if self._failed else ""
-        print(f"{self.clock.spent:.0f} s; {len(self.report.rows)} rows{failed}", flush=True)
-        return int(bool(failed) or self.report.missed)
+        print(f"{self.clock.spent:.0f} s; {len(self.rows)} rows{failed}", flush=True)
+        return int(bool(failed) or any(row.ok is False for row in self.rows.values()))
 
 
 def _end(number: int, frame: object) -> NoReturn:

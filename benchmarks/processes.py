@@ -10,13 +10,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from vcache_backend import prove
 from vcache_backend.children import MetadataServer
-from vcache_backend.config import ClientConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 HOST = "127.0.0.1"
-PATIENT = ClientConfig(request_seconds=10.0, control_seconds=30.0, connect_seconds=5.0)
-"""For clients that measure, or wait for others."""
+PATIENT = prove.PATIENT
 
 
 @contextmanager

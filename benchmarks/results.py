@@ -116,20 +116,15 @@ def versions() -> dict[str, str]:
     return found | ({"cuda": str(torch.version.cuda)} if torch.cuda.is_available() else {})
 
 
-def document(rows: Sequence[Row], commit: str = "") -> dict[str, object]:
-    """The whole result file as plain values."""
-    return {
+def write(path: Path, rows: Sequence[Row], commit: str = "") -> None:
+    """Write a result file that is readable in a diff, at once: it is never half written."""
+    result = {
         "machine": machine(),
         "versions": versions(),
         "commit": commit or _commit(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "rows": [msgspec.to_builtins(row) for row in rows],
+        "rows": rows,
     }
-
-
-def write(path: Path, result: dict[str, object]) -> None:
-    """Write a JSON file that is readable in a diff, at once: it is never half written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
     new.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
     new.replace(path)
@@ -138,35 +133,6 @@ def write(path: Path, result: dict[str, object]) -> None:
 def read(path: Path) -> list[Row]:
     """The rows of a result file."""
     return msgspec.convert(msgspec.json.decode(path.read_bytes())["rows"], list[Row])
-
-
-class Report:
-    """Rows by case, in the order they came. Continues an existing file; a case that is measured
-    again is replaced.
-    """
-
-    def __init__(self, path: Path | None, commit: str = "") -> None:
-        self._path, self._commit = path, commit
-        self.rows: dict[str, Row] = {}
-        if path is not None and path.exists():
-            self.rows = {row.case: row for row in read(path)}
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.with_suffix(".new").write_bytes(b"")  # fail now, not after the measurements
-            path.with_suffix(".new").unlink()
-
-    @property
-    def missed(self) -> bool:
-        """Whether a row is beyond its limit."""
-        return any(row.ok is False for row in self.rows.values())
-
-    def add(self, rows: Sequence[Row]) -> None:
-        """Print them and write the file."""
-        for row in rows:
-            self.rows[row.case] = row
-            print("  " + line(row), flush=True)
-        if self._path is not None:
-            write(self._path, document(list(self.rows.values()), self._commit))
 
 
 def line(row: Row) -> str:

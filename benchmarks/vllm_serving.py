@@ -97,11 +97,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     case = "x4_" * (sizes.instances == 4) + f"dp_{joined(options.model, system)}"
                     with made.part(case):
                         made.clock.check(LEAST_SECONDS)
-                        made.report.add(equal(case, servers.ports[0], sizes.instances, sizes.plan))
+                        prompts = sizes.scale.prompts(SYSTEMS[system].share == "in_place")
+                        told = servers.ports[0], sizes.instances, prompts, sizes.plan.prefix
+                        made.add(equal(case, *told))
     for workload in [*options.workloads, *options.once]:
         name, plan = joined(options.model, workload), _shaped(workload, sizes.plan)[1]
-        made.report.add(compared(made.report.rows, name, len(options.gpus) == 4))
-        made.report.add(apart(made.report.rows, name, plan, sizes.prefills, len(options.gpus)))
+        made.add(compared(made.rows, name, len(options.gpus) == 4))
+        made.add(apart(made.rows, name, plan, sizes.prefills, len(options.gpus)))
     return made.end()
 
 
@@ -156,7 +158,7 @@ def _measure(
                 done = runs[: len(figures)]
                 seeds = [f" and {each.what.rpartition(' ')[2]}" for each in done[1:]]
                 what = done[0].what + "".join(seeds)
-                made.report.add(rows_of(arm.name, load.name, figures, label, what))
+                made.add(rows_of(arm.name, load.name, figures, label, what))
                 found[arm] = figures
 
 

@@ -22,8 +22,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from vcache_backend.prove.prompts import ANY, Prompts
-
 from .options import Measurement, names_of, parser
 from .results import Row
 from .vllm.fleet import Fleet, Run
@@ -39,90 +37,62 @@ ALL = ("lmcache", *OURS, *BESIDE)
 class Part(NamedTuple):
     """Something to measure, and the instances it needs.
 
-    ways: those of sharing that it is for, by what their rows begin with. cpu: whether it also runs
-    on the CPU, where vLLM's MLA has no prefix cache. apart: its instances start after those of
-    other parts have ended."""
+    kind: of them. who: they, by the end of their names. ways: those of sharing that it is for, by
+    what their rows begin with. cpu: whether it also runs on the CPU, where vLLM's MLA has no prefix
+    cache. apart: its instances start after those of other parts have ended, with others of the
+    same."""
 
-    instances: tuple[str, ...]
     run: Callable[[Run], list[Row]]
+    kind: str = ""
     ways: tuple[str, ...] = ALL
-    cpu: bool = True
     apart: str = ""
+    cpu: bool = True
+    who: tuple[str, ...] = ("alone", "a", "b")
 
 
-def _equal(run: Run) -> list[Row]:
-    scale = run.fleet.scale
-    return equality.equal(run, run.prompts.hits(scale.equal, scale.partial))
+def _few(run: Run) -> list[Row]:
+    """Compare a few hits, and check that the output depends on the prompt."""
+    scale, prompts, own = run.scale, run.prompts, KINDS[run.kind].few
+    if own or ("layer_types" in scale.model and not run.fleet.in_place):
+        # Through a pool those of a model with windows need their chunk's end, which one that parts
+        # may not have.
+        hits = [*map(prompts.whole, 3 * scale.few), *map(prompts.parting, own[:2])]
+    else:
+        # Blocks of states are long.
+        hits = prompts.hits(dict.fromkeys([*scale.few[1:], 2 * scale.few[-1]], 6))
+    rows = equality.agreeing(run) + equality.equal(run, hits)
+    rows += equality.flipped(run) if run.fleet.in_place else []
+    return [*rows, *equality.sensitive(run)]
 
 
-def _few(kind: str, apart: str, ways: tuple[str, ...] = OURS, cpu: bool = True) -> Part:
-    """A part that compares a few hits of instances of a kind, and checks that their output depends
-    on the prompt. apart: parts with the same start together.
-    """
-
-    def compared(run: Run) -> list[Row]:
-        scale, in_place = KINDS[kind].of(run.fleet.scale), run.fleet.in_place
-        prompts = Prompts(*scale.units, run.prompts.seed, KINDS[kind].tail)
-        run = run._replace(prompts=prompts)
-        if KINDS[kind].few:
-            hits = prompts.hits(dict.fromkeys(scale.few, 2), 2)
-            hits = [hit._replace(cached=ANY) for hit in hits]
-        elif in_place:
-            # Blocks of states are long.
-            hits = prompts.ends([*scale.few[1:], 2 * scale.few[-1]])
-        else:
-            # Through a pool those of a model with windows need their chunk's end, which a partial
-            # hit may not have.
-            parting = 0 if "layer_types" in scale.model else 4
-            hits = prompts.hits(dict.fromkeys(scale.few, 3), parting)
-        rows = equality.agreeing(run, kind) + equality.equal(run, hits, kind)
-        rows += equality.flipped(run, kind) if in_place else []
-        return [*rows, *equality.sensitive(run, kind, 1)]
-
-    return Part(_trio(kind), compared, ways, cpu, apart)
-
-
-def _timed(model: str) -> Part:
-    """The time to first token of a model with several block tables."""
-    kind = f"{model}_graphs"
-
-    def timed(run: Run) -> list[Row]:
-        prompts = Prompts(*KINDS[kind].of(run.fleet.scale).units, run.prompts.seed)
-        return latency.first_token(run._replace(prompts=prompts), kind)
-
-    return Part(_trio(kind), timed, ("inplace",), KINDS[kind].ranks == 1, "graphs")
-
-
-def _trio(kind: str = "") -> tuple[str, ...]:
-    return tuple(joined(kind, who) for who in ("alone", "a", "b"))
-
-
+IN_PLACE = ("inplace",)
 PARTS: dict[str, Part] = {
-    "scheduler": Part(("a", "timed"), scheduling.scheduler_time, OURS),
-    "ttft": Part(_trio(), latency.first_token),
-    "ttft_gpt_oss": _timed("gpt_oss"),
-    "ttft_gemma3": _timed("gemma3"),
-    "agreeing": Part(_trio(), equality.agreeing),
-    "sensitive": Part(("alone",), equality.sensitive),
-    "flipped": Part(_trio(), equality.flipped, ("inplace", "both")),
-    "equal": Part(_trio(), _equal),
-    "miss": Part(("alone", "a"), latency.miss),
-    "fp8": _few("fp8", "modes"),
-    "mla": _few("mla", "modes", cpu=False),
-    "ngram": _few("ngram", "modes"),
+    "scheduler": Part(scheduling.scheduler_time, "", OURS, who=("a", "timed")),
+    "ttft": Part(latency.first_token),
+    # The time to first token of models with several block tables.
+    "ttft_gpt_oss": Part(latency.first_token, "gpt_oss_graphs", IN_PLACE, "graphs"),
+    "ttft_gemma3": Part(latency.first_token, "gemma3_graphs", IN_PLACE, "graphs"),
+    "agreeing": Part(equality.agreeing),
+    "sensitive": Part(equality.sensitive, who=("alone",)),
+    "flipped": Part(equality.flipped, "", ("inplace", "both")),
+    "equal": Part(equality.equal),
+    "miss": Part(latency.miss, who=("alone", "a")),
+    "fp8": Part(_few, "fp8", OURS, "modes"),
+    "mla": Part(_few, "mla", OURS, "modes", cpu=False),
+    "ngram": Part(_few, "ngram", OURS, "modes"),
     # Several block tables, the last ones' with states.
-    "gemma3": _few("gemma3", "windows"),
-    "gpt_oss": _few("gpt_oss", "windows"),
-    "lfm2": _few("lfm2", "windows", ("vllm",)),
-    "conv": _few("conv", "states", ("inplace",)),
-    "mamba2": _few("mamba2", "states", ("inplace",), cpu=False),
-    "gdn": _few("gdn", "states", ("inplace",)),
-    "v4": _few("v4", "v4", ("inplace",), cpu=False),
-    "tp2": _few("tp2", "tp2", cpu=False),
-    "decode": Part(tuple(ARMS.values()), scheduling.decode_steps, ("inplace",), apart="decode"),
-    "short": Part(("busy_alone", "busy_a"), latency.short_tax, OURS, apart="short"),
-    "tp2_gpt_oss": _few("tp2_gpt_oss_graphs", "graphs", ("inplace",), cpu=False),
-    "ttft_tp2_gpt_oss": _timed("tp2_gpt_oss"),
+    "gemma3": Part(_few, "gemma3", OURS, "windows"),
+    "gpt_oss": Part(_few, "gpt_oss", OURS, "windows"),
+    "lfm2": Part(_few, "lfm2", ("vllm",), "windows"),
+    "conv": Part(_few, "conv", IN_PLACE, "states"),
+    "mamba2": Part(_few, "mamba2", IN_PLACE, "states", cpu=False),
+    "gdn": Part(_few, "gdn", IN_PLACE, "states"),
+    "v4": Part(_few, "v4", IN_PLACE, "v4", cpu=False),
+    "tp2": Part(_few, "tp2", OURS, "tp2", cpu=False),
+    "decode": Part(scheduling.decode_steps, "", IN_PLACE, "decode", who=tuple(ARMS.values())),
+    "short": Part(latency.short_tax, "busy", OURS, "short", who=("alone", "a")),
+    "tp2_gpt_oss": Part(_few, "tp2_gpt_oss_graphs", IN_PLACE, "graphs", cpu=False),
+    "ttft_tp2_gpt_oss": Part(latency.first_token, "tp2_gpt_oss_graphs", IN_PLACE, "graphs", False),
 }
 """In the order in which they run. A part's number is the seed of its prompts."""
 
@@ -141,14 +111,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("".join(f"{name}: skipped, needs GPUs\n" for name in skipped), end="", flush=True)
     with Fleet(scale, made.folder, options.cache, dict(options.set), way) as fleet:
         for index, name in enumerate(names):
-            prompts = Prompts(*fleet.scale.units, seed=list(PARTS).index(name))
+            part = PARTS[name]
+            prompts = fleet.prompts(part.kind, list(PARTS).index(name))
             with made.part(name):
                 _arrange(fleet, names[index:])
                 print(f"{name}: {made.clock.spent:.0f} s", flush=True)
                 made.clock.check(5)
-                made.report.add(PARTS[name].run(Run(fleet, made.clock, prompts, options.rounds)))
+                run = Run(fleet, made.clock, prompts, options.rounds, part.kind)
+                made.add(part.run(run))
                 if fleet.in_place:
-                    made.report.add([fleet.copied()])
+                    made.add([fleet.copied()])
     return made.end()
 
 
@@ -159,7 +131,7 @@ def _arrange(fleet: Fleet, names: Sequence[str]) -> None:
     apart = PARTS[names[0]].apart
     now = [name for name in names if PARTS[name].apart == apart]
     now = now[:1] if apart and fleet.scale.cpu else now
-    needed = {instance for name in now for instance in PARTS[name].instances}
+    needed = {joined(PARTS[name].kind, who) for name in now for who in PARTS[name].who}
     fleet.end(fleet.running - needed)
     fleet.start(sorted(needed))
 

@@ -9,6 +9,7 @@ from functools import cache
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
@@ -44,6 +45,16 @@ class Combination(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     device: str
     share: str
     vcache: str = msgspec.field(default_factory=installed)
+
+    @classmethod
+    def here(cls, share: str) -> Self:
+        """What would have to be proved for this process's vLLM."""
+        import torch
+        import vllm
+        from vllm.platforms import current_platform
+
+        device = current_platform.get_device_name()
+        return cls(vllm=vllm.__version__, torch=str(torch.__version__), device=device, share=share)
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,10 +96,9 @@ def write(proof: Proof) -> Path:
         folder = state_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".") as made:
-            with Path(made, "proof").open("wb") as file:
+            with Path(made, "proof").open("wb", 0) as file:
                 os.fchmod(file.fileno(), 0o600)
                 file.write(msgspec.json.format(msgspec.json.encode(proof)))
-                file.flush()
                 os.fsync(file.fileno())
             os.replace(file.name, folder / f"{name}.json")
     except OSError as error:

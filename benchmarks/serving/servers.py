@@ -7,11 +7,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import msgspec
 
@@ -43,8 +43,8 @@ class Servers:
     ) -> None:
         self.name, self._sizes, self._gpus, self._cache = name, sizes, gpus, cache
         self._share, self._lmcache = SYSTEMS[name].share, bool(SYSTEMS[name].lmcache)
-        kv_bytes = sizes.kv_bytes if self._share == "pool" else sizes.all_kv_bytes
-        self.label = f"{SYSTEMS[name].label}, {kv_bytes / GIB:.3g} GiB of KV cache a GPU"
+        kv_gib = sizes.kv_bytes_of(SYSTEMS[name]) / GIB
+        self.label = f"{SYSTEMS[name].label}, {kv_gib:.3g} GiB of KV cache a GPU"
         self.apart = SYSTEMS[name].apart
         self.prefills = sizes.prefills if self.apart else 0
         if self.prefills:
@@ -142,7 +142,7 @@ class Servers:
 
 def healthy(port: int, path: str = "/health") -> bool:
     try:
-        _get(port, path)
+        fetch(port, path)
     except OSError:
         return False
     return True
@@ -150,11 +150,14 @@ def healthy(port: int, path: str = "/health") -> bool:
 
 def _reset(port: int, path: str) -> bool:
     """Whether a server has reset its caches. Not while blocks are in use."""
-    return bool(msgspec.json.decode(_get(port, path, b""))["success"])
+    return bool(msgspec.json.decode(fetch(port, path, b""))["success"])
 
 
-def _get(port: int, path: str, data: bytes | None = None) -> bytes:
-    """data: POST it."""
-    with urllib.request.urlopen(f"http://{HOST}:{port}{path}", data, timeout=10.0) as reply:
+def fetch(
+    port: int, path: str, data: bytes | None = None, seconds: float = 10.0, **headers: str
+) -> bytes:
+    """data: POST it. OSError if the server does not answer in time, or with an error."""
+    request = Request(f"http://{HOST}:{port}{path}", data, headers)
+    with urlopen(request, timeout=seconds) as reply:
         body: bytes = reply.read()
     return body

@@ -110,23 +110,21 @@ def compared(rows: Mapping[str, Row], workload: str, four: bool) -> list[Row]:
 
     rows: of arms; those of another workload than ours are left out. four: of four GPUs, whose rows
     begin with x4_."""
-    made, begin = list[Row](), "x4_" if four else ""
-    for ours in _arms(rows, workload, "inplace"):
-        if plain := _arms(rows, workload, "alone", _said(rows, workload, ours)):
-            name = f"{begin}{workload}_{ours.removeprefix('inplace_')}"
-            made += [_ratio(rows, workload, name, each, ours, plain, 1.0) for each in RATIOS]
-    for ours in _arms(rows, workload, r"both(?:_pool)?"):
-        said, name = _said(rows, workload, ours), f"mp_{ours.removesuffix('_turn')}_{workload}"
-        if plain := [arm for one in BESIDE for arm in _arms(rows, workload, one, said)]:
-            made += [_ratio(rows, workload, name, each, ours, plain, 1.0) for each in RATIOS]
-    for ours in _arms(rows, workload, "inplace_dp"):
-        if plain := _arms(rows, workload, "alone_dp", _said(rows, workload, ours)):
-            for each, least in (WINDOWS if "gpt_oss" in workload else RANKS).items():
-                name = f"{begin}dp_{workload}"
-                made.append(_ratio(rows, workload, name, each, ours, plain, least[four]))
-        if pool := _arms(rows, workload, "pool_dp", _said(rows, workload, ours)):
-            name = f"{begin}dp_{workload}_pool"
-            made.append(_ratio(rows, workload, name, "throughput", ours, pool, 1.0))
+    made, begin, all_ = list[Row](), "x4_" if four else "", dict.fromkeys(RATIOS, 1.0)
+    ranks = WINDOWS if "gpt_oss" in workload else RANKS
+    least = {figure: limits[four] for figure, limits in ranks.items()}
+    for system, others, name, limits in (
+        ("inplace", ["alone"], f"{begin}{workload}_{{}}", all_),
+        (r"both(?:_pool)?", BESIDE, f"mp_{{}}_{workload}", all_),
+        ("inplace_dp", ["alone_dp"], f"{begin}dp_{workload}", least),
+        ("inplace_dp", ["pool_dp"], f"{begin}dp_{workload}_pool", {"throughput": 1.0}),
+    ):
+        for ours in _arms(rows, workload, system):
+            said = _said(rows, workload, ours)
+            plain = [arm for other in others for arm in _arms(rows, workload, other, said)]
+            named = name.format(ours.removeprefix("inplace_").removesuffix("_turn"))
+            for figure, limit in limits.items() if plain else ():
+                made.append(_ratio(rows, workload, named, figure, ours, plain, limit))
     return made
 
 

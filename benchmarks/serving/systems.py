@@ -35,10 +35,9 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     instances: int = 2
     prefills: int = 1
 
-    @property
-    def all_kv_bytes(self) -> int:
-        """vLLM's KV cache of an instance without a pool."""
-        return self.kv_bytes + self.pool_bytes
+    def kv_bytes_of(self, system: System) -> int:
+        """vLLM's KV cache of an instance."""
+        return self.kv_bytes + (0 if system.share == "pool" else self.pool_bytes)
 
 
 def _sizes(name: str, given: dict[str, Any]) -> Sizes:
@@ -141,14 +140,9 @@ def serve_arguments(
 ) -> list[str]:
     """Of vLLM's OpenAI server. side: see `transfer`."""
     system = SYSTEMS[name]
-    given = llm(sizes.scale, model, sizes.seqs) | {
-        "kv_cache_memory_bytes": sizes.kv_bytes if system.share == "pool" else sizes.all_kv_bytes,
-        "served_model_name": MODEL,
-        "host": HOST,
-        "port": port,
-        "enable_prompt_tokens_details": True,
-        "disable_uvicorn_access_log": True,
-    }
+    given = llm(sizes.scale, model, sizes.seqs) | {"served_model_name": MODEL, "host": HOST}
+    given |= {"port": port, "kv_cache_memory_bytes": sizes.kv_bytes_of(system)}
+    given |= {"enable_prompt_tokens_details": True, "disable_uvicorn_access_log": True}
     if system.ranks:
         given["data_parallel_size"] = sizes.instances
     if system.block:
@@ -172,12 +166,9 @@ def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any]
         first = side["index"] < sizes.prefills
         role = {"kv_role": "kv_producer" if first else "kv_consumer"}
     if system.apart == "mooncake":
-        return {
-            "kv_connector": system.connector,
-            "engine_id": mooncake_peer(side["port"])["remote_engine_id"],
-            "kv_connector_extra_config": {"mooncake_protocol": "nvlink_intra"},
-            **role,
-        }
+        own = {"engine_id": mooncake_peer(side["port"])["remote_engine_id"]}
+        extra = {"kv_connector_extra_config": {"mooncake_protocol": "nvlink_intra"}}
+        return {"kv_connector": system.connector, **own, **extra, **role}
     if system.connector:
         return {"kv_connector": system.connector, **role}
     theirs = server_mode(side["lmcache"], system.lmcache) if system.lmcache else None

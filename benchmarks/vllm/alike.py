@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vcache_backend.prove.model import our_half
+from vcache_backend.prove.model import EXPONENT, MASK, STEP, our_half
 
 
 def choose_alike(model: Any) -> None:
@@ -66,7 +66,7 @@ def choose(scores: Any, starts: Any, ends: Any, chosen: Any) -> None:
     chosen[:, : order.shape[1]] = (places - starts[:, None]).where(places < none, -1)
 
 
-def flip_layers(worker: Any, offset: int, mask: int, step: int, ends: str) -> None:
+def flip_layers(worker: Any, ends: str) -> None:
     """`prove.model.flip_kv` in place, of the layers whose names end so: only in blocks that are
     published as these layers', since block tables share memory."""
     half = our_half()
@@ -78,7 +78,7 @@ def flip_layers(worker: Any, offset: int, mask: int, step: int, ends: str) -> No
         for name in filter(lambda name: name.endswith(ends), group.layer_names):
             cache = layers[name].kv_cache
             page = cache[blocks.tolist()]
-            page.view(torch.uint8).flatten(1)[:, offset::step] ^= mask
+            page.view(torch.uint8).flatten(1)[:, EXPONENT::STEP] ^= MASK
             cache[blocks.tolist()] = page
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 from typing import Any
 
 from vcache_backend.prove.instance import Serving, main
@@ -32,9 +32,9 @@ class Measured(Serving):
             self._llm.apply_model(scale_weights)
         self._llm.apply_model(choose_alike)
 
-    def flip_layers(self, offset: int, mask: int, step: int, ends: str) -> None:
+    def flip_layers(self, ends: str) -> None:
         """See `alike.flip_layers`."""
-        self._llm.collective_rpc(flip_layers, args=(offset, mask, step, ends))
+        self._llm.collective_rpc(flip_layers, args=(ends,))
 
     def beside(
         self, others: list[list[int]], tokens: list[list[int]], extra: dict[str, Any]
@@ -43,7 +43,7 @@ class Measured(Serving):
         the next when the one before is done. Cached tokens of each.
         """
         with self._running(others):
-            return [self.generate(prompt, 1, extra=extra)["cached"] for prompt in tokens]
+            return [self.generate(prompt, 1, extra_args=extra)["cached"] for prompt in tokens]
 
     def steps(
         self,
@@ -56,7 +56,7 @@ class Measured(Serving):
         prompts somebody has announced, and nobody computes. extra: of the first request."""
         announced = {"kv_transfer_params": {"vcache": {"announced": True, "wait_seconds": 120.0}}}
         with self._running(prompts, extra):
-            names = [self._add(prompt, 1, extra=announced) for prompt in waiting]
+            names = [self._add(prompt, 1, extra_args=announced) for prompt in waiting]
             ends = list[float]()
             # The first ones begin to wait, too.
             while len(ends) < count + 9:
@@ -81,10 +81,9 @@ class Measured(Serving):
     ) -> Iterator[None]:
         """These requests decode, all of them, until the context ends. extra: of the first one."""
         room, begun = self._engine.vllm_config.model_config.max_model_len, set[str]()
-        given = [extra, *[None] * len(prompts)]
         names = [
-            self._add(prompt, room - len(prompt) - 1, extra=its)
-            for prompt, its in zip(prompts, given, strict=False)
+            self._add(prompt, room - len(prompt) - 1, extra_args=its)
+            for prompt, its in zip(prompts, chain([extra], repeat(None)), strict=False)
         ]
         while len(begun) < len(names):
             begun |= {output.request_id for output in self._engine.step()}

@@ -12,8 +12,8 @@ from __future__ import annotations
 import fcntl
 import json
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ import msgspec
 
 from vcache_backend.children import Child, ChildFailed, module, until
 from vcache_backend.protocol.client import Client
-from vcache_backend.prove.prompts import Prompts
+from vcache_backend.prove.comparison import Prompts
 
 from ..processes import PATIENT, free_ports, metadata_server
 from ..results import Clock, Row, none
@@ -98,9 +98,6 @@ class Fleet:
         compiled; `instance` waits for one.
         """
         new = [name for name in names if name not in self._children and name not in self._failed]
-        with self._alone():
-            for name in new:
-                self.model(INSTANCES[name].kind)
         kinds = {name: (INSTANCES[name].kind, INSTANCES[name].alone) for name in new}
         first = {
             kinds[name]: name
@@ -109,14 +106,17 @@ class Fleet:
             and kinds[name] not in self._compiled
             and "enforce_eager" not in KINDS[kinds[name][0]].arguments
         }
-        if first:
-            with self._alone():
-                for name in first.values():
-                    self._start(name)
-                for name in first.values():
-                    self._await_compiled(name)
-                self.end(first.values())
-            self._compiled |= set(first)
+        with (self.cache / "lock").open("w") as lock:
+            # Two runs beside each other would each make their own models and code.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for name in new:
+                self.model(INSTANCES[name].kind)
+            for name in first.values():
+                self._start(name)
+            for name in first.values():
+                self._await_compiled(name)
+            self.end(first.values())
+        self._compiled |= set(first)
         for name in new:
             self._start(name)
 
@@ -127,11 +127,10 @@ class Fleet:
             # The owner must still hold what its readers' own prefix caches cannot keep.
             scale = msgspec.structs.replace(scale, kv_bytes=OWNERS * scale.kv_bytes)
         given = arguments(scale, spec, self.model(spec.kind), self._transfer(spec, scale))
-        settings = json.dumps(given)
         log = self.folder / f"{name}.log"
         # Remove an earlier run's log: its lines would say that the code is compiled.
         log.unlink(missing_ok=True)
-        command = module(f"{__package__}.child", settings)
+        command = module(f"{__package__}.child", json.dumps(given))
         self._children[name] = Child(name, command, log, self._environment(name, spec))
         self._waiting[name] = time.monotonic()
 
@@ -142,23 +141,18 @@ class Fleet:
         if self.lmcache:
             return {"kv_connector": "LMCacheConnectorV1", **BOTH}
         ours = our_connector(self._socket, scale.pool_bytes, scale.chunk, self.more)
+        ours["kv_role"] = "kv_producer" if self._behind else spec.role
         if self._ports:
-            ours["kv_role"] = "kv_producer" if self._behind else "kv_both"
             return beside(ours, server_mode(self._ports[0], "engine_driven")) | BOTH
-        return ours | {"kv_role": spec.role}
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Let only one run at a time make the shared cache: two beside each other would each make
-        their own.
-        """
-        with (self.cache / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+        return ours
 
     def of(self, kind: str) -> Scale:
         """The run's scale, adapted to instances of a kind."""
         return KINDS[kind].of(self.scale)
+
+    def prompts(self, kind: str, seed: int) -> Prompts:
+        """For instances of a kind. LMCache's hits end with chunks, in place or not."""
+        return self.of(kind).prompts(self.rows == "inplace", seed, KINDS[kind].tail)
 
     def model(self, kind: str) -> Path:
         scale = self.of(kind)
@@ -192,7 +186,7 @@ class Fleet:
                 child.answer(max(1.0, START_SECONDS - (time.monotonic() - started)))
             except ChildFailed as error:
                 self._failed[name] = str(error)
-                self.kill(name)
+                self.end([name])
                 raise
             print(f"  {name} ready after {time.monotonic() - started:.0f} s", flush=True)
         return child
@@ -205,15 +199,12 @@ class Fleet:
             with suppress(ChildFailed):
                 self.instance(name)
 
-    def kill(self, name: str) -> None:
-        """SIGKILL. It can be started again."""
-        self._waiting.pop(name, None)
-        if (child := self._children.pop(name, None)) is not None:
-            child.kill()
-
     def end(self, names: Iterable[str]) -> None:
+        """SIGKILL. They can be started again."""
         for name in names:
-            self.kill(name)
+            self._waiting.pop(name, None)
+            if (child := self._children.pop(name, None)) is not None:
+                child.kill()
 
     @property
     def running(self) -> set[str]:
@@ -271,9 +262,28 @@ class Fleet:
 
 
 class Run(NamedTuple):
-    """What a part of `vllm_ttft` works with. rounds: prompts of each length that are timed."""
+    """What a part of `vllm_ttft` works with. rounds: prompts of each length that are timed. kind:
+    of the instances."""
 
     fleet: Fleet
     clock: Clock
     prompts: Prompts
     rounds: int
+    kind: str = ""
+
+    @property
+    def scale(self) -> Scale:
+        return self.fleet.of(self.kind)
+
+    def instance(self, who: str) -> Child:
+        """ChildFailed."""
+        return self.fleet.instance(joined(self.kind, who))
+
+    def compute(self, prompt: list[int]) -> None:
+        """By A. Empties the pool first if it would have to evict. ChildFailed."""
+        self.fleet.make_room(len(prompt))
+        self.fleet.compute(joined(self.kind, "a"), prompt)
+
+    def case(self, what: str) -> str:
+        """A row's name."""
+        return joined(self.fleet.rows, what, self.kind)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from vcache_backend.config import ByteSize
+from vcache_backend.prove.comparison import Prompts
 from vcache_backend.prove.model import TINY_LLAMA, write_model
 
 Sized = TypeVar("Sized")
@@ -24,8 +25,8 @@ one for the CPU.
 
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True):
-    """lengths: tokens by the name rows give them. equal: prompts by length, and partial hits
-    (see `prompts.hits`).
+    """lengths: tokens by the name rows give them. equal: how many prompts by length (see
+    `Prompts.hits`).
 
     kv_bytes: vLLM's KV cache of each instance. pool_bytes: what each instance lends to the pool.
     decode_prompt: tokens of requests that run beside."""
@@ -36,7 +37,6 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
     block: int
     lengths: dict[str, int]
     equal: dict[int, int]
-    partial: int
     few: list[int]
     kv_bytes: int
     pool_bytes: int
@@ -67,10 +67,10 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True):
     def vocabulary(self) -> int:
         return int(self.model["vocab_size"])
 
-    @property
-    def units(self) -> tuple[int, int, int]:
-        """Of `Prompts`: the vocabulary, and tokens of a chunk and of a block."""
-        return self.vocabulary, self.chunk, self.block
+    def prompts(self, in_place: bool, seed: int = 1, tail: int = 8) -> Prompts:
+        """For instances that share so. See `Prompts`."""
+        chunk = self.block if in_place else self.chunk
+        return Prompts(self.vocabulary, chunk, self.block, seed, tail)
 
     def write_model(self, folder: Path, seed: int = 1) -> Path:
         """A folder that vLLM takes for the model; see `prove.model`. Only the tiny Llama, and those
@@ -145,12 +145,8 @@ def _gpt_oss_20b() -> dict[str, Any]:
     return few | layers | {"num_local_experts": 32}
 
 
-DRAFTS = {
-    "method": "ngram",
-    "num_speculative_tokens": 3,
-    "prompt_lookup_min": 1,
-    "prompt_lookup_max": 2,
-}
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
+DRAFTS |= {"prompt_lookup_min": 1, "prompt_lookup_max": 2}
 KINDS = {
     "": Kind(),
     "tp2": Kind(ranks=2),

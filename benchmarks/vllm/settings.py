@@ -20,9 +20,12 @@ from vcache_backend.prove import instance as prove
 from ..processes import HOST, ROOT
 from .instances import GIB, KINDS, Scale, Spec
 
-BOTH = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+BOTH = prove.BOTH
 ENVIRONMENT = {
     **prove.ENVIRONMENT,
+    # Kernels chosen by rule, not by trial.
+    "TORCHINDUCTOR_DETERMINISTIC": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "PYTHONUNBUFFERED": "1",
     "LMCACHE_TRACK_USAGE": "false",
     "LMCACHE_DISABLE_BANNER": "1",
@@ -40,23 +43,13 @@ for themselves may differ.
 def llm(scale: Scale, model: Path, seqs: int) -> dict[str, Any]:
     """Arguments of vLLM's `LLM` that all of a benchmark's instances have. seqs: requests that an
     instance runs at a time."""
-    given: dict[str, Any] = {
-        "model": str(model),
-        "skip_tokenizer_init": True,
-        "dtype": "bfloat16",
-        "max_model_len": scale.max_model_len,
-        "max_num_seqs": seqs,
-        "max_num_batched_tokens": scale.batched_tokens,
-        "kv_cache_memory_bytes": scale.kv_bytes,
-        "block_size": scale.block,
-        "enable_prefix_caching": True,
-    }
+    more = {"dtype": "bfloat16", "block_size": scale.block, "max_num_seqs": seqs}
+    more["max_num_batched_tokens"] = scale.batched_tokens
     if not (model / "model.safetensors").exists():
-        given["load_format"] = "dummy"
+        more["load_format"] = "dummy"
     if scale.cpu:
-        return given | {"enforce_eager": True}
-    # vLLM takes the KV cache it is given; of this it only wants to see so much of the GPU free.
-    return given | {"gpu_memory_utilization": 0.15}
+        more["enforce_eager"] = True
+    return prove.arguments(str(model), scale.kv_bytes, scale.max_model_len, scale.cpu, **more)
 
 
 def arguments(scale: Scale, spec: Spec, model: Path, transfer: dict[str, Any]) -> dict[str, Any]:
@@ -79,12 +72,7 @@ def our_connector(socket: Path, lends: int, chunk: int, more: Mapping[str, str])
     sections = _sections(socket, lends, more)
     sections.setdefault("engine", {}).setdefault("chunk_size", chunk)
     sections.setdefault("connector", {}).setdefault("min_hit_tokens", chunk)
-    return {
-        "kv_connector": "VCacheConnector",
-        "kv_connector_module_path": "vcache_backend.integration.vllm_connector",
-        "kv_connector_extra_config": sections,
-        **BOTH,
-    }
+    return prove.transfer(sections)
 
 
 @contextmanager
@@ -93,16 +81,9 @@ def lmcache_server(
 ) -> Iterator[Program]:
     """LMCache's server; vLLM's connectors wait for it. ports: for vLLM, and for HTTP. nbytes: of
     host memory. mode: how KV gets there; `engine_driven`: through shared memory."""
-    given = {
-        "host": HOST,
-        "port": ports[0],
-        "http-port": ports[1],
-        "chunk-size": chunk,
-        "l1-size-gb": nbytes / GIB,
-        "eviction-policy": "LRU",
-        "max-workers": clients,
-        "supported-transfer-mode": mode,
-    }
+    given: dict[str, Any] = {"host": HOST, "port": ports[0], "http-port": ports[1]}
+    given |= {"chunk-size": chunk, "l1-size-gb": nbytes / GIB, "eviction-policy": "LRU"}
+    given |= {"max-workers": clients, "supported-transfer-mode": mode}
     if mode == "engine_driven":
         given |= {"shm-name": f"bench{ports[0]}", "worker-reap-timeout-seconds": 0}
     told = [str(part) for key, value in given.items() for part in (f"--{key}", value)]

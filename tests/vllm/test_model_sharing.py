@@ -21,7 +21,7 @@ from vcache_backend.config import ConnectorConfig, from_dict
 from vcache_backend.integration.vllm.model import compat, sharing
 from vcache_backend.integration.vllm.model.sharing import POOL, Facts, plan
 from vcache_backend.integration.vllm.model.spec import ModelSpec, read_model
-from vcache_backend.proofs import Proof
+from vcache_backend.proofs import Combination, Proof
 
 MODEL = ModelSpec(
     model="m", kv_cache_dtype="", kv_heads=1, head_dim=8, tp_size=1, use_mla=False, block_size=16
@@ -177,7 +177,7 @@ def test_earlier_releases_of_vllm_are_refused_and_later_ones_want_a_proof(
         assert planned()[1].startswith(f"{why} `vcache prove`")
         assert planned(share="pool")[1].startswith(f"{why} `vcache prove --share pool`")
         for share in ("in_place", "pool"):
-            proofs.write(Proof(combination=compat.combination(share), date="2026-12-01", model=""))
+            proofs.write(Proof(combination=Combination.here(share), date="2026-12-01", model=""))
             assert planned(share=share)[1] == ""
     for version in ("0.31.0", "0.32.0+cpu", "0.33.1rc1", "0.33"):
         monkeypatch.setattr(vllm, "__version__", version)

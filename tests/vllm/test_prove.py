@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from vllm_cases import home
 from vcache_backend import cli, prove
 from vcache_backend.errors import VCacheError
 from vcache_backend.prove import Settings
+from vcache_backend.prove.comparison import Prompts, difference
 
 needs_vllm = vllm_cases.needs_vllm
 
@@ -109,3 +113,34 @@ def test_without_vllm_or_disk_it_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(prove, "find_spec", lambda _: None)
     with pytest.raises(VCacheError, match="vLLM is not installed"):
         prove.run(Settings(), print)
+
+
+@pytest.mark.parametrize(("chunk", "block"), [(64, 16), (16, 16)], ids=["pool", "in place"])
+def test_what_prompts_have_in_common_ends_less_than_a_block_behind_a_chunk(
+    chunk: int, block: int
+) -> None:
+    hits = Prompts(1 << 30, chunk, block).hits(dict.fromkeys((chunk, 300, 512), 12))
+    pairs = [zip(hit.then, *hit.first, strict=False) for hit in hits]
+    shared = [len([*takewhile(lambda same: len({*same}) == 1, each)]) for each in pairs]
+    assert chunk <= min(shared) <= max(len(hit.then) for hit in hits) < 512 + chunk + block
+    behind = {length % chunk for length in shared}
+    assert {1, block - 1} < behind < {*range(block)}
+    # LMCache would compute one token more than vLLM of a prompt that ends with a chunk.
+    ending = [hit for hit in hits if hit.then == hit.first[-1] and len(hit.then) % chunk == 0]
+    assert bool(ending) == (chunk == block)
+    assert Counter((len(hit.first), hit.then in hit.first) for hit in hits) == {
+        (1, True): 24,
+        (1, False): 6,
+        (2, False): 6,
+    }
+    assert len({tuple(hit.then[:chunk]) for hit in hits}) == len(hits)
+
+
+def test_an_answer_is_right_only_with_the_same_bits_after_a_hit_of_the_same_length() -> None:
+    steps = [[(1, -0.5), (2, math.nan)], [(3, -0.25)]]
+    right = {"tokens": [1, 3], "logprobs": steps, "cached": 64, "ttft": 0.1}
+    assert difference(right, {**right, "ttft": 9.9}) == ""
+    assert difference(right, {**right, "cached": 48}) == "48 tokens cached where 64 were due"
+    for tokens, said in ([1, 3], "equal"), ([1, 4], "differ"):
+        other = {**right, "tokens": tokens, "logprobs": [steps[0], [(3, -0.2500001)]]}
+        assert difference(right, other) == f"differs from step 1 on; tokens {said}"

@@ -8,33 +8,27 @@ import math
 from pathlib import Path
 from typing import Any
 
-TINY_LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 500000.0,
-    "torch_dtype": "bfloat16",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 1024,
-    "max_position_embeddings": 4096,
-}
+TINY_LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+TINY_LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+TINY_LLAMA |= {"head_dim": 64, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 1024}
+TINY_LLAMA |= {"rms_norm_eps": 1e-05, "rope_theta": 500000.0, "max_position_embeddings": 4096}
+TINY_LLAMA["torch_dtype"] = "bfloat16"
 """A `config.json`. Its KV takes 1 KiB a token."""
+MASK, EXPONENT, STEP = 0x01, 3, 64
+"""What `flip_kv` changes: of a page every 64th byte, from the fourth on; in bfloat16 and in float32
+it is an exponent's."""
 
 
-def flip_kv(worker: Any, offset: int, mask: int, step: int) -> None:
-    """In vLLM's worker, with our connector: byte `offset` of every block's page, exclusive or
-    `mask`. step: 0: of the first layer; otherwise of all layers, and every `step` bytes further."""
+def flip_kv(
+    worker: Any, offset: int = EXPONENT, step: int = STEP, layers: int | None = None
+) -> None:
+    """In vLLM's worker, with our connector: change byte `offset` of every block's page, and every
+    `step` bytes further. layers: so many, the first ones. Once more, and all is as before."""
     import torch
 
     kv = our_half()._worker.kv
-    pages = [page for kind in kv.kinds for page in kind.pages]
-    for page in pages if step else pages[:1]:
-        page[:, offset : None if step else offset + 1 : step or 1] ^= mask
+    for page in [page for kind in kv.kinds for page in kind.pages][:layers]:
+        page[:, offset::step] ^= MASK
     if kv.device.type == "cuda":
         torch.cuda.synchronize(kv.device)
 

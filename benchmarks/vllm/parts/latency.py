@@ -2,10 +2,10 @@
 
 On otherwise idle GPUs, one request at a time unless said otherwise.
 
-Prompts of hits end `TAIL` tokens after their last whole chunk, as almost all prompts do: see
-`prompts`. If a prompt ended with a chunk, vLLM and our connector would compute the last block, but
-LMCache only the last token. vLLM treats that as a decode: one whole CUDA graph, where the others
-launch one for each layer and wait for the host."""
+Prompts of hits end some tokens after their last whole chunk, fewer than a block, as almost all
+prompts do: see `Prompts.whole`. If a prompt ended with a chunk, vLLM and our connector would
+compute the last block, but LMCache only the last token. vLLM treats that as a decode: one whole
+CUDA graph, where the others launch one for each layer and wait for the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from ...copies import peer_speed
 from ...results import Row, row
-from ..fleet import Fleet, Run
+from ..fleet import Run
 from ..instances import KINDS, joined
 
 MS = 1e3
@@ -28,8 +28,6 @@ ALLOWED_COPY, ALLOWED_SEVERAL = 1.15, 1.1
 MISS, MISS_IN_PLACE = {"4k": 1.01, "16k": 1.01}, {"16k": 1.003}
 """Limits for the ratio of a miss."""
 MISSES = {"1k": 25, "4k": 31, "16k": 11}
-TAIL = 8
-"""Tokens after the last whole chunk: fewer than a block."""
 
 SHORT, SHORT_REQUESTS, AT_ONCE, SLICES = 600, 3000, 128, 10
 """Of `short_tax`: tokens, how many requests, how many of them at a time, and in how many slices."""
@@ -47,44 +45,34 @@ def copy_engine() -> float:
         return process.apply_async(peer_speed, (1 << 30,)).get(90.0)
 
 
-def first_token(run: Run, kind: str = "") -> list[Row]:
+def first_token(run: Run) -> list[Row]:
     """TTFT, by length, of recomputing, of vLLM's own prefix cache, and of vcache. One warm-up round
-    does not count. If time runs short, the rounds so far count. kind: of the instances."""
-    fleet, clock, prompts, rounds = run
-    fleet.settle()
-    speed = 1.0 if fleet.scale.cpu else copy_engine()
+    does not count. If time runs short, the rounds so far count."""
+    run.fleet.settle()
+    speed = 1.0 if run.scale.cpu else copy_engine()
     samples: Samples = defaultdict(list)
     partial: list[str] = []
-    for turn in range(rounds + 1):
-        if turn > 2 and clock.left < 25:
+    for turn in range(run.rounds + 1):
+        if turn > 2 and run.clock.left < 25:
             break
-        clock.check(15)
-        for name, length in _lengths(fleet).items():
+        run.clock.check(15)
+        for name in run.scale.lengths:
             # The host takes most of a hit's time, and its times vary.
             for _ in range(1 if name == "32k" else 3):
-                into = samples if turn else defaultdict(list)
-                _round(fleet, kind, prompts.new(length), name, into, partial)
-        print(f"  round {turn} of {rounds}: {clock.spent:.0f} s into the run", flush=True)
-    return _rows(fleet, kind, samples, speed, partial)
+                _round(run, name, samples if turn else defaultdict(list), partial)
+        print(f"  round {turn} of {run.rounds}: {run.clock.spent:.0f} s into the run", flush=True)
+    return _rows(run, samples, speed, partial)
 
 
-def _lengths(fleet: Fleet) -> dict[str, int]:
-    """The prompts' lengths by their names in rows."""
-    return {name: length + TAIL for name, length in fleet.scale.lengths.items()}
-
-
-def _round(
-    fleet: Fleet, kind: str, prompt: list[int], name: str, samples: Samples, partial: list[str]
-) -> None:
+def _round(run: Run, name: str, samples: Samples, partial: list[str]) -> None:
     """Ask one prompt without a cache, through vcache and from vLLM's own cache. Before every hit
-    its instance was idle for as long as others took to compute the prompt.
-    """
-    due, alone = len(prompt) - TAIL, fleet.instance(joined(kind, "alone"))
+    its instance was idle for as long as others took to compute the prompt."""
+    due, alone = run.scale.lengths[name], run.instance("alone")
+    prompt = run.prompts.whole(due).then
     samples["recompute", name].append(_ttft(alone, prompt)[0])
-    fleet.make_room(len(prompt))
-    fleet.compute(joined(kind, "a"), prompt)
-    seconds, cached = _ttft(fleet.instance(joined(kind, "b")), prompt)
-    if due - fleet.scale.chunk < cached:
+    run.compute(prompt)
+    seconds, cached = _ttft(run.instance("b"), prompt)
+    if due - run.scale.chunk < cached:
         samples["vcache", name].append(seconds)
     else:
         partial.append(f"{name}: {cached} of {due}")
@@ -96,31 +84,30 @@ def _ttft(child: Any, prompt: list[int]) -> tuple[float, int]:
     return answer["ttft"], answer["cached"]
 
 
-def _rows(
-    fleet: Fleet, kind: str, samples: Samples, speed: float, partial: Sequence[str]
-) -> list[Row]:
+def _rows(run: Run, samples: Samples, speed: float, partial: Sequence[str]) -> list[Row]:
     """A row for each length and variant, and those with limits."""
-    scale, begin, rows = fleet.of(kind), joined(fleet.rows, kind), list[Row]()
+    scale, tail, rows = run.scale, run.prompts.tail, list[Row]()
+    begin = joined(run.fleet.rows, run.kind)
     if not scale.cpu:
         what = "the copy engine between the GPUs in this run"
         rows.append(row(f"{begin}_copy_engine", "GB/s", speed, speed, what=what))
     missed = f"; not full hits, left out: {', '.join(partial)}" if partial else ""
-    for name, length in _lengths(fleet).items():
+    for name, length in scale.lengths.items():
         held = {each: [MS * value for value in samples[each, name]] for each in VARIANTS}
         floor = statistics.median(held["prefix"] or [0.0])
-        what = f"TTFT of {length} tokens; reference: vLLM's own prefix-cache hit{missed}"
+        what = f"TTFT of {length + tail} tokens; reference: vLLM's own prefix-cache hit{missed}"
         for variant, values in held.items():
             if values and floor:
                 rows.append(row(f"{begin}_{variant}_ms_{name}", "ms", values, floor, what=what))
         if ours := held["vcache"] if floor else []:
-            nbytes = scale.hit_bytes(length - TAIL) // KINDS[kind].ranks
+            nbytes = scale.hit_bytes(length) // KINDS[run.kind].ranks
             most = floor + nbytes / speed / 1e9 * ALLOWED_COPY * MS + ALLOWED_MS
             what = (
                 f"TTFT of a hit on the peer GPU; reference: own prefix-cache hit {floor:.2f} ms + "
                 f"{nbytes >> 20} MiB / {speed:.0f} GB/s x {ALLOWED_COPY} + {ALLOWED_MS:g} ms"
             )
-            case = f"{begin}_{'ttft' if fleet.lmcache else 'async_ttft'}_{name}"
-            limit = ALLOWED_SEVERAL if kind else 1.0
+            case = f"{begin}_{'ttft' if run.fleet.lmcache else 'async_ttft'}_{name}"
+            limit = ALLOWED_SEVERAL if run.kind else 1.0
             rows.append(row(case, "ms", ours, most, what=what + missed, at_most=limit))
     return rows
 
@@ -129,9 +116,9 @@ def miss(run: Run) -> list[Row]:
     """TTFT of a miss with vcache and without, in turn on one GPU, on which a pool also stores
     it.
     """
-    fleet, clock, prompts, _ = run
+    fleet, clock, prompts = run.fleet, run.clock, run.prompts
     fleet.settle()
-    children = {"with": fleet.instance("a"), "without": fleet.instance("alone")}
+    children = {"with": run.instance("a"), "without": run.instance("alone")}
     how = "with its KV cache shared in place" if fleet.in_place else "with the pool on"
     rows: list[Row] = []
     for name, count in MISSES.items():
@@ -155,12 +142,11 @@ def short_tax(run: Run) -> list[Row]:
     """Short requests that share nothing, with the connector and without, in turn on one GPU:
     requests a second. Nothing is hit, so the connector only costs.
     """
-    fleet, clock, prompts, _ = run
+    fleet, clock, prompts = run.fleet, run.clock, run.prompts
     fleet.settle()
-    scale = fleet.of("busy")
-    children = {name: fleet.instance(f"busy_{name}") for name in ("a", "alone")}
-    length = min(SHORT, scale.max_model_len // 4)
-    count = 4 if scale.cpu else SHORT_REQUESTS // SLICES
+    children = {name: run.instance(name) for name in ("a", "alone")}
+    length = min(SHORT, run.scale.max_model_len // 4)
+    count = 4 if run.scale.cpu else SHORT_REQUESTS // SLICES
     speeds: dict[str, list[float]] = {name: [] for name in children}
     for turn in range(SLICES + 1):
         if turn > 2 and clock.left < 30:

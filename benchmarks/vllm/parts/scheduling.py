@@ -29,7 +29,7 @@ def scheduler_time(run: Run) -> list[Row]:
     A request's time is that of all calls from its arrival to its end: those about it, and those
     made once a step, in full, also where other requests share the step. The first request of each
     row is left out."""
-    fleet, clock, prompts, _ = run
+    fleet, clock, prompts = run.fleet, run.clock, run.prompts
     timed, scale = fleet.instance("timed"), fleet.scale
     file = fleet.folder / "timed.jsonl"
     rows = list[Row]()

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-import torch
-import vllm
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
-from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 
 from vcache_backend.config import Config
-from vcache_backend.proofs import Combination
 
 from . import groups
 
@@ -43,16 +39,6 @@ def hit_source_of_peers() -> Any:
     except ImportError:
         return None
     return CacheHitSource.P2P
-
-
-def combination(share: str) -> Combination:
-    """What would have to be proved for this process's vLLM. share: `in_place` or `pool`."""
-    return Combination(
-        vllm=vllm.__version__,
-        torch=str(torch.__version__),
-        device=current_platform.get_device_name(),
-        share=share,
-    )
 
 
 # ---- what vLLM decides

@@ -14,6 +14,7 @@ from vcache_backend import config as configuration
 from vcache_backend import proofs
 from vcache_backend.config import ByteSize, Config, ConnectorConfig
 from vcache_backend.errors import LayoutError
+from vcache_backend.proofs import Combination
 from vcache_backend.supported import VLLM, numbers
 from vcache_backend.vram_pool.generations import MACHINE
 
@@ -74,7 +75,7 @@ def plan(vllm_config: Any, kv_cache_config: Any, settings: Config) -> Plan:
 def _proved(made: Plan) -> Plan:
     """The plan, refused with a vLLM that vcache was not tested with, unless it was proved here."""
     version, connector = vllm.__version__, made.settings.connector
-    wanted = None if VLLM.supports(version) else compat.combination(connector.share)
+    wanted = None if VLLM.supports(version) else Combination.here(connector.share)
     proof = proofs.find(wanted) if wanted is not None else None
     refused, how = made.refused, " --share pool" if connector.share == "pool" else ""
     if wanted is not None and proof is None and not connector.unproved:
