@@ -41,7 +41,8 @@
 # A server answers after 30 to 60 s on H100s, 55 and 67 s for four data parallel ranks; on H200s after 65 to 95 s. A machine starts, with what
 # is unpacked, in 50 s; a failed start costs 180 s.
 #
-# Within 30 minutes of device time: `unpack` in four calls, the first with `later tests` behind it; `equal`; `speed`; `short models`.
+# Within 30 minutes of device time: `unpack` in three calls, the last with `later tests` behind it (before, tests that want vLLM are skipped);
+# `equal`; `speed`; `short models`.
 # SECONDS_IN_ALL (560): when everything must be over; behind `later` it may be more than a call may last. GPUS=0,1,2,3: `serving`, `routed` and `ranks` on four GPUs, which CUDA_VISIBLE_DEVICES
 # must name, too; MORE: options for them. With CUDA_VISIBLE_DEVICES=0 all instances share one GPU: equality counts, times do not. TINY=1 runs
 # the script on the CPU, to check it.
