@@ -12,6 +12,7 @@
 #   tests    pytest -m gpu                                                                          3 minutes
 #   equal    200 hits each in place, through a pool and through LMCache beside each other, with their control   6 minutes; WAYS=in_place: that alone
 #   speed    in place and through a pool: async_ttft, the scheduler's time, misses                  7 minutes; nothing beside it
+#            PARTS=scheduler WAYS=pool: of one alone, 3 minutes; with CUDA_VISIBLE_DEVICES=0 on one GPU
 #   prove    vcache prove, in place and through a pool                                              2 minutes on one GPU
 #   multi    200 hits each of VCacheMultiConnector beside LMCache's server: in place, and LMCache's   4 minutes on one GPU
 #   decode   what a step that only decodes costs, beside vLLM alone                                       4 minutes on one GPU; nothing beside it
@@ -40,7 +41,8 @@
 # A server answers after 30 to 60 s on H100s, 55 and 67 s for four data parallel ranks; on H200s after 65 to 95 s. A machine starts, with what
 # is unpacked, in 50 s; a failed start costs 180 s.
 #
-# Within 30 minutes of device time: `unpack` in four calls, the first with `later tests` behind it; `equal`; `speed`; `short models`.
+# Within 30 minutes of device time: `unpack` in three calls, the last with `later tests` behind it (before, tests that want vLLM are skipped);
+# `equal`; `speed`; `short models`.
 # SECONDS_IN_ALL (560): when everything must be over; behind `later` it may be more than a call may last. GPUS=0,1,2,3: `serving`, `routed` and `ranks` on four GPUs, which CUDA_VISIBLE_DEVICES
 # must name, too; MORE: options for them. With CUDA_VISIBLE_DEVICES=0 all instances share one GPU: equality counts, times do not. TINY=1 runs
 # the script on the CPU, to check it.
@@ -106,17 +108,18 @@ export PYTHONUNBUFFERED=1 CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0,1}
 python=${PYTHON:-python3}
 
 # What is missing is found now, in seconds, not by the first instance that does not start.
-"$python" - "$*" "${TINY:-}" << 'END' || { echo "== $*: cannot run here"; exit 2; }
-import importlib, importlib.metadata, sys
+"$python" - "$*" "${TINY:-}" "${ARMS:-}" << 'END' || { echo "== $*: cannot run here"; exit 2; }
+import importlib, importlib.metadata, re, sys
 import torch
-calls, tiny = sys.argv[1], sys.argv[2]
+calls, tiny, arms = sys.argv[1:]
 names = ["msgspec", "vcache_backend.engine"]
 if calls not in ("tests", "copies"):
     names += ["vllm", "vllm.v1.engine.core", "vcache_backend.integration.vllm_connector"]
 if not tiny and "vllm" in names:
     names += ["vllm._C_stable_libtorch", "vllm.vllm_flash_attn._vllm_fa3_C"]
-names += ["lmcache"] if "equal" in calls or "multi" in calls else []
-names += ["vllm_router.launch_router", "vllm_router_rs"] if "routed" in calls else []
+names += ["lmcache"] if re.search("equal|multi", calls) or re.search(r"lmcache|both(_pool)?:", arms) else []
+names += ["nixl"] if not tiny and ("nixl" in arms or ("pd" in calls and not arms)) else []
+names += ["vllm_router.launch_router", "vllm_router_rs"] if "routed" in calls or re.search("aware|power", arms) else []
 problems = []
 for name in names:
     try:
@@ -145,7 +148,7 @@ ttft() {
   local name=$1 seconds=$2 parts=$3; shift 3
   bench "$name" "$seconds" vllm_ttft --only "$parts" --logs "$logs/$name" "$@" ${TINY:+--scale tiny --rounds 1}
 }
-pool=(--integration vllm --pool-gib 8) in_place=(--integration inplace)
+pool=(--integration vllm --pool-gib "${POOL_GIB:-8}") in_place=(--integration inplace)
 
 tests() {
   timeout $((until - SECONDS)) "$python" -m pytest -q -m gpu -n "${TEST_PROCESSES:-6}" --dist loadfile -p no:cacheprovider -p no:benchmark tests > "$out/tests.txt" 2>&1
@@ -170,8 +173,9 @@ equal() {
   wait
 }
 speed() {
-  ttft speed_in_place 270 ttft,scheduler,miss "${in_place[@]}" --kv-gib 6 --rounds 7
-  ttft speed_pool 250 ttft,scheduler,miss "${pool[@]}" --kv-gib 6 --rounds 7
+  local parts=${PARTS:-ttft,scheduler,miss} ways=${WAYS:-in_place pool}
+  [[ $ways != *in_place* ]] || ttft speed_in_place 270 "$parts" "${in_place[@]}" --kv-gib 6 --rounds 7
+  [[ $ways != *pool* ]] || ttft speed_pool 250 "$parts" "${pool[@]}" --kv-gib 6 --rounds 7
 }
 decode() { ttft decode 300 decode "${in_place[@]}" --kv-gib 6 --rounds 5; }
 short() { ttft short 300 short "${in_place[@]}" --kv-gib 6; }

@@ -5,20 +5,20 @@
 # rest, trimmed to what Hopper needs (FlashAttention 3 alone). All undefined torch symbols of these libraries are in torch 2.11.0's
 # (LMCache 0.5.6's are not). vLLM's own pin is torch 2.14; compiled and in place it ran beside 2.11 (2026-11-24).
 #
-#   scripts/gpu_pack.sh OUT_DIR     some 350 MiB in fourteen files into OUT_DIR; about 10 minutes on two busy cores, 2 GB of scratch
-#     deps.tar.xz    LMCache with its CUDA kernels, msgspec, pyzmq, ...       fa3.tar.xz    FlashAttention 3
-#     c.tar.xz.0, c.tar.xz.1   vLLM's CUDA extension, 61 MiB, in two pieces, since one call carries 64 MiB with the checkout
-#     moe.tar.xz     kernels of mixtures of experts, FlashMLA                 vllm.tar.xz   vLLM's Python code
-#     gemm.tar.xz    DeepGEMM, for DeepSeek V3.2's and V4's indexer alone; it compiles its kernels on the host, with nvcc
-#     tile.tar.xz, cutlass.tar.xz.0, cutlass.tar.xz.1   TileLang and CuTe DSL, in a folder v4, for DeepSeek V4 alone; they compile there, too
-#     nixl.tar.xz    NIXL 1.5.1 with UCX, without its other plugins: for benchmarks beside it
-#     mooncake.tar.xz   the engine of Mooncake's wheel, with this host's libraries that it wants, for the arm pd_mooncake
-#     vllm_router-0.1.17-*.whl   the router that benchmarks put before vLLM; deps has what it needs (orjson, setproctitle)
+#   scripts/gpu_pack.sh OUT_DIR     some 340 MiB in seven folders of OUT_DIR, each for one call, which carries 64 MiB with the checkout;
+#                                   8 minutes of CPU time and as much of network, 2 GB of scratch in PACK_WORK
+#     1, 2, 3   what all runs want: deps (LMCache with its CUDA kernels, msgspec, pyzmq, ...), c in two pieces (vLLM's CUDA extension),
+#               fa3 (FlashAttention 3), moe (kernels of mixtures of experts, FlashMLA), vllm (its Python code), gemm (DeepGEMM, for the indexer
+#               of DeepSeek V3.2 and V4 alone)
+#     4, 5      for DeepSeek V4 alone, which compiles its kernels on the host: cutlass in two pieces (CuTe DSL) and tile (TileLang), in a
+#               folder v4
+#     6         what benchmarks put before vLLM or beside us: the router's wheel, nixl (NIXL 1.5.1 with UCX alone)
+#     7         the engine of Mooncake's wheel, with this host's libraries that it wants, for the arm pd_mooncake
 #
-# The pack of 2026-11-25 was made by these commands, one after the other; as one script it has not run.
-# On the host: benchmarks/gpu_night.sh unpack FILE... puts them into /tmp/site; then PYTHONPATH=/tmp/site.
+# For each: rm -rf .gpu && cp -rL OUT_DIR/1 .gpu; carry .gpu; on the host benchmarks/gpu_night.sh unpack .gpu/*
+# That puts it into /tmp/site; then PYTHONPATH=/tmp/site.
 set -euo pipefail
-here=$(cd "$(dirname "$0")/../../shared/gpu" && pwd)  # the list of what the host lacks
+list=$(cd "$(dirname "$0")/.." && pwd)/requirements/gpu-host.txt  # what the host lacks
 out=$(mkdir -p "${1:?usage: pack.sh OUT_DIR}" && cd "$1" && pwd)
 work=${PACK_WORK:-${TMPDIR:-/tmp}/pack-gpu-host-33}
 mkdir -p "$work/wheels"
@@ -28,7 +28,7 @@ for tag in 2014 2010 1; do target+=(--platform "manylinux${tag}_x86_64"); done
 
 [ -d "$work/deps" ] || {
   python3 -m pip install -q --no-compile "${target[@]}" --target "$work/deps.tmp" \
-    -r "$here/requirements-gpu-host.txt" msgpack==1.1.2 orjson lmcache==0.5.3
+    -r "$list" msgpack==1.1.2 orjson lmcache==0.5.3
   rm -rf "$work/deps.tmp/mistral_common/data" "$work"/deps.tmp/pycountry* "$work/deps.tmp/supervisor" "$work"/deps.tmp/lmcache/lmcache_redis*.so
   find "$work/deps.tmp" -name '*.pyi' -delete
   mv "$work/deps.tmp" "$work/deps"
@@ -84,13 +84,23 @@ for tag in 2014 2010 1; do target+=(--platform "manylinux${tag}_x86_64"); done
   for wheel in "$work"/v4/wheels/nvidia*.whl; do python3 -m zipfile -e "$wheel" "$work/cutlass/v4"; done
   for wheel in "$work"/v4/wheels/[!n]*.whl; do python3 -m zipfile -e "$wheel" "$work/tile.tmp/v4"; done
   rm -rf "$work"/tile.tmp/v4/{tilelang/3rdparty/composable_kernel,z3/include,z3_solver*.data,tvm_ffi/3rdparty/libbacktrace} "$work"/cutlass/v4/nvidia_cutlass_dsl/dsl_packages/iket/profiler/*.so
+  ln -sf libz3.so.4.15 "$work/tile.tmp/v4/z3/lib/libz3.so"  # the same file twice
   mv "$work/tile.tmp" "$work/tile"
 }
 for part in deps fa3 c moe gemm nixl vllm mooncake tile cutlass; do
   [ -f "$work/$part.tar.xz" ] || { tar cf - -C "$work/$part" . | xz -T1 -3 > "$work/$part.tmp"; mv "$work/$part.tmp" "$work/$part.tar.xz"; }
-  [ "$part" = c ] || [ "$part" = cutlass ] || cp "$work/$part.tar.xz" "$out/"
 done
-split -b 58m -d -a 1 "$work/cutlass.tar.xz" "$out/cutlass.tar.xz."
-python3 -m pip download -q "${target[@]}" -d "$out" vllm-router==0.1.17
-split -b 54m -d -a 1 "$work/c.tar.xz" "$out/c.tar.xz."
-ls -l "$out"
+mkdir -p "$out"/{1,2,3,4,5,6,7} && cd "$work"
+# halves PART MIB ONE OTHER: its first so many MiB to a folder, the rest to another.
+halves() { head -c "$2M" "$1.tar.xz" > "$out/$3/$1.tar.xz.0" && tail -c "+$(($2 * 1048576 + 1))" "$1.tar.xz" > "$out/$4/$1.tar.xz.1"; }
+halves c 20 1 2
+halves cutlass 54 5 4
+cp deps.tar.xz "$out/1/"
+cp fa3.tar.xz "$out/2/"
+cp moe.tar.xz vllm.tar.xz gemm.tar.xz "$out/3/"
+cp tile.tar.xz "$out/4/"
+cp nixl.tar.xz "$out/6/"
+python3 -m pip download -q "${target[@]}" -d "$out/6" vllm-router==0.1.17
+cp mooncake.tar.xz "$out/7/"
+du -sm "$out"/*
+[ "$(du -sm "$out"/* | sort -n | tail -n 1 | cut -f 1)" -le 58 ] || { echo "a folder has more than a call carries" >&2; exit 1; }

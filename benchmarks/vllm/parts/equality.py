@@ -92,11 +92,15 @@ def agreeing(run: Run) -> list[Row]:
     faster; so they share one's code (`fleet`)."""
     trio, prompts, lengths = Trio(run), run.prompts, run.scale.few
     children = trio.writer, trio.reader, trio.reference
-    # Kernels are compiled at their first use: by all three beside each other.
-    for child in children:
-        child.send("generate", tokens=prompts.new(lengths[-1]), count=2, salt=child.name)
-    for child in children:
-        child.answer(2 * SECONDS)
+    # Kernels are compiled at their first use, some for each number of tokens, and kept for others:
+    # the three begin at different numbers.
+    sizes = [prompts.tail, *lengths, *(length + prompts.tail for length in lengths)]
+    for turn in range(len(sizes)):
+        for number, child in enumerate(children):
+            size = sizes[(turn + number * len(sizes) // 3) % len(sizes)]
+            child.send("generate", tokens=prompts.new(size), count=2, salt=child.name)
+        for child in children:
+            child.answer(2 * SECONDS)
     same = [alike(children, prompts.new(length), trio.answer) for length in lengths]
     what = "prompts that three instances compute alike without any cache, bit for bit; "
     return [fraction(run.case("instances_agree"), same, f"{what}lengths {lengths}")]
