@@ -317,7 +317,7 @@ class Load(LoadContext):
         self._over = True
         with suppress(Exception):  # at worst a counter is missed
             self._release()
-            if not self._cancelled and self.loaded < len(self.keys):
+            if self.keys and not self._cancelled and self.loaded < len(self.keys):
                 self.session.stats.count(chunks_missed=len(self.keys) - self.loaded)
             if self.cause not in NO_FAILURE:
                 self.session.stats.failed(self.cause)
