@@ -162,7 +162,7 @@ class Resets:
             if held and has:
                 self._keep_out(tracked)
             else:
-                self._planner.store_again(tracked)
+                self._planner.mark_stored(tracked, 0)
         self._survivors = bool(held)
         if blocks is not None and held:
             blocks.evict(held)
