@@ -195,7 +195,7 @@ class KVBlocks:
             return
         first, stop, table = num_cached_blocks, num_full_blocks, kv_cache_group_id
         self._cache(request, blocks, first, stop, block_size, table, block_mask)
-        if first < stop:
+        if self.on_cached and first < stop:
             self.guard(self.on_cached, request, table, first, blocks[first:stop], block_mask)
 
     def _cache_partial_block(self, request: Any, *args: Any, **kwargs: Any) -> Any:

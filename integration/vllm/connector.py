@@ -206,7 +206,8 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
 
     @guarded(lambda self, output: self._awaited.settle(output))
     def update_connector_output(self, connector_output: Any) -> None:
-        self._awaited.settle(connector_output)
+        if connector_output.finished_recving:
+            self._awaited.settle(connector_output)
         if self._awaited.waiting:
             self._hasten(connector_output)
         self._scheduler.update(connector_output)

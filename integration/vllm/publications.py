@@ -282,5 +282,5 @@ class Publications:
             blocks: Sequence[int] = tracked.store.block_tables[number][:stop]
             if not attends_to_all:
                 blocks = [block for block in blocks if block]
-            if self.generations.has_void(blocks):
+            if blocks and self.generations.has_void(blocks):
                 state.publishes = False

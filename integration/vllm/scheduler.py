@@ -29,7 +29,7 @@ from .promises import PromiseSender
 from .publications import Publications
 from .requests import DEFAULT, UNCACHED, Answer, Beginning, RequestParams, Tracked, read_params
 from .resets import Resets
-from .stores import StorePlanner
+from .stores import ROW, StorePlanner
 from .telemetry import traces
 from .telemetry.stats import Meter
 from .waits import AGAIN, MISS, LookupDecision, Waits
@@ -295,8 +295,7 @@ class VCacheScheduler:
         # With vLLM's hits within a block, a request goes on in a copy of the hit's last block.
         copies = getattr(output, "kv_cache_block_copies", None)
         copied = {copy.dst_block_id for copy in copies} if copies else set[int]()
-        new = output.scheduled_new_reqs
-        begins = [(one.req_id, one.block_ids, one.num_computed_tokens) for one in new]
+        begins = list(map(ROW, output.scheduled_new_reqs))
         if resumed := cached.resumed_req_ids:
             known = cached.req_ids, cached.new_block_ids, cached.num_computed_tokens
             begins += [one for one in zip(*known, strict=True) if one[0] in resumed]

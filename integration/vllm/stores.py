@@ -21,7 +21,7 @@ from .model.groups import Span
 from .requests import Beginning, Tracked
 from .telemetry.events import block_stored
 
-_ROW = attrgetter("req_id", "block_ids", "num_computed_tokens")
+ROW = attrgetter("req_id", "block_ids", "num_computed_tokens")
 """Of vLLM's description of a new request."""
 
 
@@ -153,7 +153,7 @@ class StorePlanner:
         scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
         rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         # Running requests first: new requests may hit the blocks that they write in this step.
-        for name, added, computed in chain(rows, map(_ROW, output.scheduled_new_reqs)):
+        for name, added, computed in chain(rows, map(ROW, output.scheduled_new_reqs)):
             tracked, reached = requests.get(name), computed + scheduled[name]
             if added is None and (tracked is None or reached < tracked.store.idle_until):
                 continue  # in most steps most requests complete neither a block nor a chunk

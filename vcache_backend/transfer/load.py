@@ -171,7 +171,7 @@ class Load(LoadContext):
     @property
     def reached(self) -> int:
         """How many leading blocks are in place, being copied, or not wanted."""
-        return self.places.after(self._parts[-1].stop) if self._parts else self.filled
+        return self.places.after(self._parts[-1].stop if self._parts else self._settled)
 
     @property
     def launched(self) -> bool:
