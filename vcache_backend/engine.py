@@ -82,7 +82,7 @@ class VCacheEngine:
                 return self._session.miss("lookup", error)
         hit = chunks * self._layout.chunk_size
         self._stats.count(tokens_asked=len(ids), tokens_hit=hit)
-        self._session.client.count(len(keys) * self._layout.chunk_size, hit)
+        self._session.client.count(asked=len(keys) * self._layout.chunk_size, found=hit)
         return hit
 
     def store(

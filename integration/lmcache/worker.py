@@ -123,7 +123,7 @@ class LMCacheWorker:
         readable = list(takewhile(lambda run: session.pool.segment(run.segment) is not None, runs))
         names = names[: readable[-1].stop] if readable else []
         if session.counts:  # every rank looks up
-            session.client.count(asked * self._size, len(names) * self._size)
+            session.client.count(asked=asked * self._size, found=len(names) * self._size)
         return names
 
     # ---- loads

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from functools import lru_cache
 from itertools import product
 from operator import attrgetter
@@ -109,11 +108,10 @@ class KVBlocks:
         count, block = 0, self._first
         if block.block_hash is not None:
             return 0
-        end, hop = self.pool.free_block_queue.fake_free_list_tail, _behind(64)
-        with suppress(AttributeError):  # the queue ends before
-            while count + 64 < most and (far := hop(block)).block_hash is None:
-                count, block = count + 64, far
-        while count < most and block is not end and block.block_hash is None:
+        hop, most = _behind(64), min(most, self.pool.free_block_queue.num_free_blocks)
+        while count + 64 < most and (far := hop(block)).block_hash is None:
+            count, block = count + 64, far
+        while count < most and block.block_hash is None:
             count += 1
             block = block.next_free_block
         return count
@@ -157,35 +155,30 @@ class KVBlocks:
     def _first(self) -> Any:
         return self.pool.free_block_queue.fake_free_list_head.next_free_block
 
-    def guard(self, act: Callable[..., object], *arguments: Any) -> None:
-        """Call `act`. vLLM's own result and exceptions pass through, ours do not."""
-        if self.failed:
-            return
+    def guard(self, acts: Iterable[Callable[..., object]], *arguments: Any) -> None:
+        """Call `acts`. vLLM's own result and exceptions pass through, ours do not."""
         try:
-            act(*arguments)
+            for act in acts:
+                if not self.failed:
+                    act(*arguments)
         except Exception as error:  # noqa: BLE001 - nothing of ours raises into vLLM
             self.failed = True
             self._fail(f"watching vLLM's blocks: {type(error).__name__}: {error}", error)
 
     def _get_new_blocks(self, num_blocks: int) -> Any:
-        for prepare in self.before_taken:
-            self.guard(prepare, num_blocks)
+        self.guard(self.before_taken, num_blocks)
         blocks = self._get(num_blocks)
-        for act in self.on_taken:
-            self.guard(act, blocks)
+        self.guard(self.on_taken, blocks)
         return blocks
 
     def _evict_blocks(self, block_ids: Any) -> Any:
-        for act in self.before_evicted:
-            self.guard(act, block_ids)
+        self.guard(self.before_evicted, block_ids)
         return self._evict(block_ids)
 
     def _reset_prefix_cache(self) -> Any:
-        for act in self.before_reset:
-            self.guard(act)
+        self.guard(self.before_reset)
         done = self._reset()
-        for act in self.on_emptied if done else ():
-            self.guard(act)
+        self.guard(self.on_emptied if done else ())
         return done
 
     def _cache_full_blocks(
@@ -202,8 +195,8 @@ class KVBlocks:
             return
         first, stop, table = num_cached_blocks, num_full_blocks, kv_cache_group_id
         self._cache(request, blocks, first, stop, block_size, table, block_mask)
-        for act in self.on_cached if first < stop else ():
-            self.guard(act, request, table, first, blocks[first:stop], block_mask)
+        if self.on_cached and first < stop:
+            self.guard(self.on_cached, request, table, first, blocks[first:stop], block_mask)
 
     def _cache_partial_block(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """None: nothing was cached."""
@@ -260,7 +253,8 @@ class TrackedBlockPool:
         self._kept.add(number)
 
     def _hand_out_last(self, _: int) -> None:
-        self._kept = {one for one in self._kept or () if not self._blocks.free_last(one)}
+        if self._kept:
+            self._kept = {one for one in self._kept if not self._blocks.free_last(one)}
 
     def void_all(self) -> None:
         """Void all blocks: the bytes stay, but their meaning changes."""

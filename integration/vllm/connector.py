@@ -160,15 +160,10 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         given = [one.shard for one in metadata.values() if isinstance(one, Handshake)]
         if given:
             self._scheduler.introduce(given)
-            self._check_refusal()
+            if refused := self._scheduler.context.refused:
+                self.fail(refused)
 
     set_xfer_handshake_metadata_pp_aware = set_xfer_handshake_metadata
-
-    def _check_refusal(self) -> None:
-        """A worker that caches nothing, or never introduces itself, puts the instance out of
-        use."""
-        if refused := self._scheduler.context.refused:
-            self.fail(refused)
 
     @guarded(answer(None))
     def open_nothing(self) -> None:
@@ -200,7 +195,8 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
     @guarded(lambda self, _: self._awaited.stop())
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         meta = self._scheduler.describe(scheduler_output)
-        self._check_refusal()
+        if refused := self._scheduler.context.refused:
+            self.fail(refused)
         if self.off:
             return self._awaited.stop()
         if meta.loads:
@@ -210,7 +206,8 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
 
     @guarded(lambda self, output: self._awaited.settle(output))
     def update_connector_output(self, connector_output: Any) -> None:
-        self._awaited.settle(connector_output)
+        if connector_output.finished_recving:
+            self._awaited.settle(connector_output)
         if self._awaited.waiting:
             self._hasten(connector_output)
         self._scheduler.update(connector_output)
@@ -393,9 +390,10 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
 
     def get_kv_connector_stats(self) -> Any:
         """This process's counts since the last call, also once this half is out of use."""
-        with suppress(Exception):
+        try:
             return self._meter.take() if self._meter is not None else None
-        return None
+        except Exception:  # noqa: BLE001 - `suppress` is three calls in each step
+            return None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:

@@ -44,7 +44,7 @@ class LoadEnds:
     def in_all(self, number: int) -> bool:
         """Whether the load of this number has succeeded in all workers."""
         at = number % SIZE
-        return bool(self._rings) and all(ring[at] == number for ring in self._rings)
+        return {ring[at] for ring in self._rings} == {number}
 
     def close(self) -> None:
         """Let no other worker open the memory. Idempotent."""

@@ -75,10 +75,10 @@ class Duplicates:
         Waits for the server only to open another instance's table for the first time. Never
         raises."""
         try:
-            # Without a server a duplicate could not be loaded again.
-            if (self._copies or self._publications.copies) and self._context.connected:
+            if self._copies or self._publications.copies:
                 short = count - self._blocks.vacant(count)
-                if short > 0:
+                # Without a server a duplicate could not be loaded again.
+                if short > 0 and self._context.connected:
                     # The look-up for these blocks may have brought news.
                     self.learn()
                     self._give_up(-(-short // self._each))

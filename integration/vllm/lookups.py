@@ -243,7 +243,7 @@ class Lookups:
         lookup.found = max(lookup.found, hit)
         self._meter.looked_up(asked, found, answer.seconds)
         if self._context.client is not None:
-            self._context.client.count(asked, found)
+            self._context.client.count(asked=asked, found=found)
 
     def _answer(self, client: Client, tracked: Tracked, first: int, over: bool) -> Answer:
         """Return the last answer if it counts, otherwise the server's answer to the present

@@ -29,15 +29,11 @@ class PrefillRate:
     def __init__(self) -> None:
         self.measured: Tracked | None = None
         """The request that is being measured."""
+        self.chunk_seconds = 0.0
+        """The mean time for a chunk; 0.0 before the first measurement."""
         self._chunks, self._tokens, self._since = 0, 0, 0.0
         self._recent = deque[tuple[int, float]](maxlen=RECENT)
         """Chunks, and seconds, of the last prompts."""
-
-    @property
-    def chunk_seconds(self) -> float:
-        """The mean time for a chunk; 0.0 before the first measurement."""
-        chunks = sum(chunks for chunks, _ in self._recent)
-        return sum(seconds for _, seconds in self._recent) / chunks if chunks else 0.0
 
     def begin(self, tracked: Tracked, chunks: int) -> None:
         """Note that the first step of a request is planned, which computes so many chunks."""
@@ -51,7 +47,8 @@ class PrefillRate:
         if measured is not None and measured.request.num_output_tokens > self._tokens:
             # Only a stopped process takes longer than a minute.
             self._recent.append((self._chunks, min(monotonic() - self._since, 60.0)))
-            self.measured = None
+            chunks, seconds = map(sum, zip(*self._recent, strict=True))
+            self.measured, self.chunk_seconds = None, seconds / chunks
 
     def end(self, tracked: Tracked) -> None:
         """Note that a request has ended or lost its blocks."""

@@ -208,7 +208,9 @@ class Publications:
             tracked = requests.get(run.request.request_id)
             if tracked is None or tracked.request is not run.request:
                 continue
-            if not run.kept(self.pool.evicted) or self._is_loaded(run):
+            # Those of a load of ours are published by its worker.
+            loaded = not self.generations.counters.data[run.blocks[0].block_id] & VOID
+            if loaded or not run.kept(self.pool.evicted):
                 continue
             state = tracked.in_place
             most = None if state.publishes and state.resets is None else allowed(tracked, seen)
@@ -254,10 +256,6 @@ class Publications:
 
     # ---- inside
 
-    def _is_loaded(self, run: CachedRun) -> bool:
-        """Whether the blocks are from a load of ours, whose worker publishes them."""
-        return not self.generations.counters.data[run.blocks[0].block_id] & VOID
-
     def _builds_on_right(self, tracked: Tracked) -> bool:
         """Whether all that the request has computed builds on blocks that are not void. Other
         requests may have computed them in the same step, and were noted before."""
@@ -284,5 +282,5 @@ class Publications:
             blocks: Sequence[int] = tracked.store.block_tables[number][:stop]
             if not attends_to_all:
                 blocks = [block for block in blocks if block]
-            if self.generations.has_void(blocks):
+            if blocks and self.generations.has_void(blocks):
                 state.publishes = False

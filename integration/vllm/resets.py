@@ -113,7 +113,8 @@ class Resets:
         So requests that begin now, perhaps with blocks of that load, store nothing before the step
         is over."""
         self._just_reset &= meta.idle and not meta.loads
-        self._clear()
+        if self.clearing:  # the server has yet to hear of the reset
+            self.clearing = not self._context.clear()
         if not beginning:
             return
         foreign = any(one.whole > one.tracked.supplied for one in beginning)
@@ -134,14 +135,10 @@ class Resets:
                 # computed behind them since.
                 self._distrust()
         self._planner.trusted = max(self._planner.trusted, *report.echoes, 0)
-        self._clear()
-
-    # ---- inside
-
-    def _clear(self) -> None:
-        """Make a reset of which the server has yet to hear."""
         if self.clearing:
             self.clearing = not self._context.clear()
+
+    # ---- inside
 
     def _void(self) -> None:
         """Store nothing that builds on vLLM's present KV."""
@@ -162,7 +159,7 @@ class Resets:
             if held and has:
                 self._keep_out(tracked)
             else:
-                self._planner.store_again(tracked)
+                self._planner.mark_stored(tracked, 0)
         self._survivors = bool(held)
         if blocks is not None and held:
             blocks.evict(held)

@@ -26,12 +26,13 @@ from .model import compat
 from .model.sharing import Plan
 from .model.spec import ShardSpec
 from .promises import PromiseSender
+from .publications import Publications
 from .requests import DEFAULT, UNCACHED, Answer, Beginning, RequestParams, Tracked, read_params
 from .resets import Resets
-from .stores import StorePlanner
+from .stores import ROW, StorePlanner
 from .telemetry import traces
 from .telemetry.stats import Meter
-from .waits import FOLLOW, MISS, RETRY, LookupDecision, Waits
+from .waits import AGAIN, MISS, LookupDecision, Waits
 
 log = logging.getLogger("vllm.vcache")
 
@@ -151,8 +152,9 @@ class VCacheScheduler:
 
         None in place of a number: ask again in the next step."""
         if not self.context.prefix and self.context.waits():
-            return RETRY.matched
-        self._learn()
+            return AGAIN.matched
+        if self.publications is not None and self.publications.news:
+            self._learn(self.publications)
         tracked = self._track(request)
         tracked.local = tracked.supplied = local
         # A request that waits in front is not kept waiting for the answer of the last step.
@@ -185,7 +187,7 @@ class VCacheScheduler:
         wait, opened = tracked.wait.wait, tracked.load is not None
         first = wait.probes if wait and opened else local // context.chunk_size
         if not opened and waits.follows(tracked, first):
-            return FOLLOW
+            return AGAIN
         if wait is not None:
             probed = lookups.probed(tracked)
             if probed is not None and not waits.goes_on(tracked, probed):
@@ -193,10 +195,10 @@ class VCacheScheduler:
                     lookups.forget(tracked)
             elif tracked.lookup.question is not None:
                 if probed is not None:
-                    return FOLLOW
+                    return AGAIN
             elif not waits.is_due(tracked) or lookups.probe(tracked, wait.probes):
                 # Without a server no question is sent, and the look-up ends the wait.
-                return FOLLOW
+                return AGAIN
         answer = lookups.find(tracked, first)
         if answer.found:
             self._keep_junction(tracked, answer)
@@ -252,7 +254,8 @@ class VCacheScheduler:
         owner."""
         if self._promises.rate.measured is not None:
             self._promises.rate.look()
-        self._learn()
+        if self.publications is not None and self.publications.news:
+            self._learn(self.publications)
         meta = self._next
         meta.idle = self._idle = not output.total_num_scheduled_tokens
         if self._open:
@@ -290,10 +293,9 @@ class VCacheScheduler:
         """The requests that begin or resume in a step, by name."""
         cached, block = output.scheduled_cached_reqs, self.context.groups.block
         # With vLLM's hits within a block, a request goes on in a copy of the hit's last block.
-        copies = getattr(output, "kv_cache_block_copies", None) or ()
-        copied = {copy.dst_block_id for copy in copies}
-        new = output.scheduled_new_reqs
-        begins = [(one.req_id, one.block_ids, one.num_computed_tokens) for one in new]
+        copies = getattr(output, "kv_cache_block_copies", None)
+        copied = {copy.dst_block_id for copy in copies} if copies else set[int]()
+        begins = list(map(ROW, output.scheduled_new_reqs))
         if resumed := cached.resumed_req_ids:
             known = cached.req_ids, cached.new_block_ids, cached.num_computed_tokens
             begins += [one for one in zip(*known, strict=True) if one[0] in resumed]
@@ -334,7 +336,8 @@ class VCacheScheduler:
         loads of all steps."""
         if not self._open or self._next.loads:
             return []
-        self._learn()
+        if self.publications is not None and self.publications.news:
+            self._learn(self.publications)
         return self._further(ask=True)
 
     def update(self, output: Any) -> None:
@@ -344,34 +347,28 @@ class VCacheScheduler:
             self._note(report, getattr(output, "invalid_block_ids", None) or frozenset())
             if self._spans is not None:
                 self._spans.loaded(report.spans)
-        self._ask_for_waiting()
-        for name in output.finished_recving or ():
-            # Otherwise a later request of this name would be cancelled.
-            self._next.cancelled.discard(name)
-            if (tracked := self._requests.get(name)) is not None:
-                tracked.load = None
-                if self._open.pop(name, None) is not None:
-                    # Its blocks have changed.
-                    self.waits.over(tracked, "withdrawn")
-
-    # ---- inside
-
-    def _ask_for_waiting(self) -> None:
-        """Ask for what requests wait for, shortly before vLLM schedules: by then the answers have
-        come."""
         for tracked in self.waits.waiting.values():
             wait = tracked.wait.wait
             if wait and tracked.lookup.question is None and self.waits.is_due(tracked):
+                # Shortly before vLLM schedules: by then the answer has come.
                 self.lookups.probe(tracked, wait.probes)
+        for name in output.finished_recving or ():
+            # Otherwise a later request of this name would be cancelled.
+            self._next.cancelled.discard(name)
+            if (loaded := self._requests.get(name)) is not None:
+                loaded.load = None
+                if self._open.pop(name, None) is not None:
+                    # Its blocks have changed.
+                    self.waits.over(loaded, "withdrawn")
 
-    def _learn(self) -> None:
+    # ---- inside
+
+    def _learn(self, own: Publications) -> None:
         """Act on reads and resets by other instances, as the server reported them."""
-        own = self.publications
-        if own is not None and own.news:
-            if own.learn():
-                self.resets.forget_answers()
-            if self.duplicates is not None:
-                self.duplicates.learn()
+        if own.learn():
+            self.resets.forget_answers()
+        if self.duplicates is not None:
+            self.duplicates.learn()
 
     def _is_cached(self, request: Any, token: int) -> bool:
         """Whether vLLM's prefix cache has the block with this token, and therefore all blocks
@@ -418,7 +415,7 @@ class VCacheScheduler:
             # vLLM may compute the request from the start.
             tracked = self._requests[name]
             tracked.may_load = False
-            self._planner.store_again(tracked)
+            self._planner.mark_stored(tracked, 0)
             if self.publications is not None and tracked.load is not None:
                 # vLLM computes into the same blocks.
                 left = [block for block in tracked.load.blocks if block in invalid]

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import count
+from itertools import chain, count
 from math import inf
+from operator import attrgetter
 from typing import Any
 
 from msgspec.structs import replace
@@ -20,6 +21,9 @@ from .model.groups import Span
 from .requests import Beginning, Tracked
 from .telemetry.events import block_stored
 
+ROW = attrgetter("req_id", "block_ids", "num_computed_tokens")
+"""Of vLLM's description of a new request."""
+
 
 class StorePlanner:
     """Runs in the scheduler's thread."""
@@ -30,11 +34,6 @@ class StorePlanner:
         self._size, self._groups = context.chunk_size, context.groups
         self._publications, self._copies = context.publications, context.copies
         self._load_numbers = count(1)
-        self._idle: list[str] = []
-        self._idle_tokens: float = 0
-        """In most steps most running requests complete neither a block nor a chunk: the requests of
-        the last step that `_plan_running` has planned, and the tokens that none of them computes
-        before it completes something."""
         self._offered: Mapping[str, list[tuple[int, int, int]]] = {}
         """The states in vLLM's prefix cache, by request, as (group, block, tokens)."""
         self._completed: list[tuple[list[ChunkKey], list[int]]] = []
@@ -117,8 +116,9 @@ class StorePlanner:
         own, most = self._publications, self._may_publish(tracked, {})
         if own is None or not most:
             return None
-        runs, filled = list[BlockRun](), 0
+        runs, lacking = list[BlockRun](), 0
         for span in spans:
+            lacking += span.length - (span.had or 0)
             if span.had is None:
                 # The step after the load publishes them.
                 continue
@@ -129,8 +129,8 @@ class StorePlanner:
                 numbers = blocks[begin + first : begin + stop]
                 hashes = self._lookups.hashes(tracked, first, stop, scale)
                 runs.append(own.filled(span.table, first, hashes, numbers))
-                filled += len(numbers)
-        if filled == sum(span.length - (span.had or 0) for span in spans):
+                lacking -= len(numbers)
+        if not lacking:
             own.on_load(tracked)
         return PublicationSpec(runs, own.epoch, later=True) if runs else None
 
@@ -150,15 +150,22 @@ class StorePlanner:
         if self._groups.states:
             state = getattr(output, "kv_connector_block_state", None)
             self._offered = getattr(state, "boundary_state_offloads", {})
+        scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+        rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         # Running requests first: new requests may hit the blocks that they write in this step.
-        self._plan_running(output, requests, beginning, meta)
-        for new in output.scheduled_new_reqs:
+        for name, added, computed in chain(rows, map(ROW, output.scheduled_new_reqs)):
+            tracked, reached = requests.get(name), computed + scheduled[name]
+            if added is None and (tracked is None or reached < tracked.store.idle_until):
+                continue  # in most steps most requests complete neither a block nor a chunk
             if self._copies:
-                meta.fresh += new.block_ids
-            if (begins := beginning.get(new.req_id)) is not None:
-                self._begin(begins)
-                reached = begins.computed + output.num_scheduled_tokens[new.req_id]
-                self._compute(begins.tracked, begins.computed, reached, meta)
+                meta.fresh += added or ()
+            if tracked is None:
+                continue
+            if name in beginning:
+                self._begin(beginning[name])
+            elif added is not None:
+                tracked.store.extend(added)
+            self._compute(tracked, computed, reached, meta)
         if self._publications is not None and self._context.stores:
             given = requests, self._may_publish, self._lookups
             meta.publications = self._publications.publish(*given)
@@ -187,11 +194,6 @@ class StorePlanner:
         if self._publications is not None:
             self._publications.stop(tracked)
 
-    def store_again(self, tracked: Tracked) -> None:
-        """Note that nothing of the request is stored, whatever step it is in."""
-        self.mark_stored(tracked, 0)
-        self._idle = []
-
     def mark_stored(self, tracked: Tracked, chunks: int) -> None:
         """Note that the request's first `chunks` chunks are stored or being stored."""
         store, end = tracked.store, (chunks + 1) * self._size
@@ -201,40 +203,6 @@ class StorePlanner:
         store.complete_at = (end if self._copies else sys.maxsize) if stores else inf
 
     # ---- inside
-
-    def _plan_running(
-        self,
-        output: Any,
-        requests: Mapping[str, Tracked],
-        beginning: Mapping[str, Beginning],
-        meta: StepMetadata,
-    ) -> None:
-        """Plan the step of requests that ran before."""
-        scheduled, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
-        resumed, names = cached.resumed_req_ids, cached.req_ids
-        counts, idle = list(map(scheduled.get, names)), 0 if resumed else self._idle_tokens
-        if names == self._idle and max(counts, default=0) < idle and not any(cached.new_block_ids):
-            self._idle_tokens -= max(counts, default=0)
-            return
-        before, few = frozenset(self._idle), [tokens for tokens in counts if tokens < idle]
-        left = idle - max(few) if few else inf
-        rows = zip(names, cached.new_block_ids, counts, cached.num_computed_tokens, strict=True)
-        for name, added, tokens, computed in [
-            row for row in rows if row[1] is not None or row[2] >= idle or row[0] not in before
-        ]:
-            if added is not None and self._copies:
-                meta.fresh += added
-            if (tracked := requests.get(name)) is None:
-                continue
-            store, reached = tracked.store, computed + tokens
-            if resumed and name in resumed:
-                self._begin(beginning[name])
-            elif added is not None:
-                store.extend(added)
-            if added is not None or resumed or reached >= store.idle_until:
-                self._compute(tracked, computed, reached, meta)
-            left = min(left, store.idle_until - reached)
-        self._idle, self._idle_tokens = names, left
 
     def _may_store(self, tracked: Tracked) -> bool:
         return self._context.stores and tracked.params.store and not self._context.refused

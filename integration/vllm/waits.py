@@ -8,7 +8,6 @@ an open load, which holds blocks for all of it."""
 from __future__ import annotations
 
 import logging
-from enum import Enum
 from time import monotonic
 from typing import NamedTuple
 
@@ -39,31 +38,18 @@ STATE_SECONDS = 0.03
 state: states are stored at the ends of steps."""
 
 
-class LookupResult(Enum):
-    """MISS: compute. HIT: load. WAIT: another instance computes more chunks, so ask again in a
-    later step. RETRY: the answer is late, so ask again in the next step."""
-
-    MISS = 0
-    HIT = 1
-    WAIT = 2
-    RETRY = 3
-
-
 class LookupDecision(msgspec.Struct, frozen=True):
     """What a look-up means for its request."""
 
-    result: LookupResult
     tokens: int = 0
-    """Of a HIT: to load after those in vLLM's own cache."""
+    """To load after those in vLLM's own cache; 0: compute."""
+    again: bool = False
+    """vLLM must ask again in a later step: another instance computes more chunks, or the answer is
+    late."""
     wait: Wait | None = None
-    """Of a WAIT by `decide`, and of a HIT with an open load: the wait goes on."""
+    """The wait that goes on, also beside an open load."""
     end: str = ""
     """How the request's wait ends with this decision (`Meter.waited`); empty: it does not."""
-
-    @property
-    def again(self) -> bool:
-        """Whether vLLM must ask again."""
-        return self.result in (LookupResult.WAIT, LookupResult.RETRY)
 
     @property
     def matched(self) -> tuple[int | None, bool]:
@@ -71,9 +57,7 @@ class LookupDecision(msgspec.Struct, frozen=True):
         return None if self.again else self.tokens, self.tokens > 0
 
 
-MISS, RETRY = LookupDecision(LookupResult.MISS), LookupDecision(LookupResult.RETRY)
-FOLLOW = LookupDecision(LookupResult.WAIT)
-"""Wait for another request of this instance, or for the next answer."""
+MISS, AGAIN = LookupDecision(), LookupDecision(again=True)
 
 
 class Rules(NamedTuple):
@@ -119,22 +103,20 @@ def decide(rules: Rules, asked: Asked, answer: Answer, now: float) -> LookupDeci
     wait = asked.wait
     if answer is LATE:
         over = wait is not None and _is_past(wait, now)
-        return LookupDecision(LookupResult.MISS, end="late") if over else RETRY
+        return LookupDecision(end="late") if over else AGAIN
     end = ""
     if wait is None:
         wait = _begun(rules, asked, answer, now)
     elif asked.loads and answer.epoch != wait.epoch:
         # After a reset nothing is added to blocks from before it.
-        return LookupDecision(LookupResult.MISS, end="withdrawn")
+        return LookupDecision(end="withdrawn")
     else:
         end = _end(rules, wait, answer, now)
         wait = _noted(wait, answer, now) if not end else None
     if wait is not None:
         return _opened(rules, asked, wait, answer) or _waiting(rules, asked, wait, answer)
     tokens = min(answer.tokens, asked.most) - asked.local
-    if tokens < rules.least:
-        return LookupDecision(LookupResult.MISS, end=end)
-    return LookupDecision(LookupResult.HIT, tokens, end=end)
+    return LookupDecision(tokens if tokens >= rules.least else 0, end=end)
 
 
 def _opened(rules: Rules, asked: Asked, wait: Wait, answer: Answer) -> LookupDecision | None:
@@ -155,7 +137,7 @@ def _opened(rules: Rules, asked: Asked, wait: Wait, answer: Answer) -> LookupDec
     if not comes:
         return None
     opened = replace(wait, asks=answer.hits, quiet=quiet, epoch=answer.epoch)
-    return LookupDecision(LookupResult.HIT, whole - asked.local, opened)
+    return LookupDecision(whole - asked.local, wait=opened)
 
 
 def _waiting(rules: Rules, asked: Asked, wait: Wait, answer: Answer) -> LookupDecision:
@@ -163,7 +145,7 @@ def _waiting(rules: Rules, asked: Asked, wait: Wait, answer: Answer) -> LookupDe
     if not asked.loads:
         half = (asked.local // rules.chunk_size + wait.target - 1) // 2
         wait = replace(wait, asks=half if rules.opens and answer.hits <= half else None)
-    return LookupDecision(LookupResult.WAIT, wait=wait)
+    return LookupDecision(again=True, wait=wait)
 
 
 def _noted(wait: Wait, answer: Answer, now: float) -> Wait:

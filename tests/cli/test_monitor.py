@@ -97,7 +97,7 @@ def looked_for(reader: Client) -> None:
     """
     reader.find(find(5))
     reader.pin(keys(1), 0.0)
-    reader.count(6 * 256, 3 * 256)
+    reader.count(asked=6 * 256, found=3 * 256)
     reader.count(awaited=512, waited_ms=250, loads=2, loaded=512)
     reader.list_segments()  # which tells the counts
 

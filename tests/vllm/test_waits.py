@@ -28,7 +28,6 @@ from vcache_backend.integration.vllm.waits import (
     UNKNOWN_CHUNK_SECONDS,
     Asked,
     LookupDecision,
-    LookupResult,
     Rules,
     decide,
 )
@@ -38,7 +37,6 @@ from vcache_backend.protocol.messages import QUEUED_SECONDS, Coming, Promise
 __all__ = ["engine", "here", "make"]
 pytestmark = needs_vllm
 NOW, SIZE, WHOLE = 1000.0, 10, 8
-MISS, HIT, WAIT, RETRY = LookupResult
 RULES = Rules(SIZE, least=SIZE, wait_factor=1.5, opens=False, states=False)
 ASKED = Asked(
     local=0, most=WHOLE * SIZE - 1, chunks=WHOLE, wait_seconds=None, may_wait=True, wait=None
@@ -68,15 +66,15 @@ class Case(NamedTuple):
 
 
 def waiting(bound: float, began: int = 2, target: int = WHOLE, promised: bool = True) -> Any:
-    return LookupDecision(WAIT, wait=Wait(NOW, bound, began, target, promised))
+    return LookupDecision(again=True, wait=Wait(NOW, bound, began, target, promised))
 
 
 def hit(tokens: int, end: str = "") -> LookupDecision:
-    return LookupDecision(HIT, tokens, end=end)
+    return LookupDecision(tokens, end=end)
 
 
 def miss(end: str = "") -> LookupDecision:
-    return LookupDecision(MISS, end=end)
+    return LookupDecision(end=end)
 
 
 ALREADY = {"may_wait": False, "wait": WAITS}
@@ -93,7 +91,7 @@ ONCE = {
     "a hit that ends before what is there": Case(replace(answer(4), tokens=25), hit(25)),
     "too little to load": Case(answer(1), miss(), rules={"least": 11}),
     "no server": Case(FAILED, miss()),
-    "a late answer": Case(LATE, LookupDecision(RETRY)),
+    "a late answer": Case(LATE, waits.AGAIN),
     "another computes the rest": Case(answer(2, coming=6), waiting(BOUND)),
     "and more than that": Case(answer(2, coming=99), waiting(BOUND)),
     "another computes a part of it": Case(
@@ -121,17 +119,17 @@ ONCE = {
 AGAIN = {
     "it has come": Case(answer(WHOLE), hit(79, "kept")),
     "it has come at the last moment": Case(answer(WHOLE), hit(79, "kept"), later=BOUND + 1),
-    "it goes on": Case(answer(4, coming=4), LookupDecision(WAIT, wait=WAITS), later=BOUND),
+    "it goes on": Case(answer(4, coming=4), LookupDecision(again=True, wait=WAITS), later=BOUND),
     "it takes too long": Case(answer(4, coming=4), hit(40, "late"), later=BOUND + 0.1),
     "it has stopped": Case(answer(4, coming=4, quiet=BOUND + 0.1), hit(40, "silent")),
     "it was given up": Case(answer(4), hit(40, "withdrawn")),
     "it was given up at once": Case(answer(0), miss("withdrawn")),
     "the server is gone": Case(FAILED, miss("withdrawn")),
     "the server is gone, and nobody had begun": Case(FAILED, miss("withdrawn"), asked=UNPROMISED),
-    "the server is slow": Case(LATE, LookupDecision(RETRY), later=BOUND),
+    "the server is slow": Case(LATE, waits.AGAIN, later=BOUND),
     "the server is stopped": Case(LATE, miss("late"), later=BOUND + LAST_SECONDS + 0.1),
     "the state may still come": Case(
-        answer(4), LookupDecision(WAIT, wait=replace(WAITS, gone=NOW)), rules=STATES
+        answer(4), LookupDecision(again=True, wait=replace(WAITS, gone=NOW)), rules=STATES
     ),
     "it came behind the chunks": Case(
         answer(4),
@@ -149,16 +147,16 @@ AGAIN = {
     ),
     "it is promised again": Case(
         answer(2, coming=6),
-        LookupDecision(WAIT, wait=WAITS),
+        LookupDecision(again=True, wait=WAITS),
         rules=STATES,
         asked={"wait": replace(WAITS, gone=NOW)},
     ),
     "nobody has begun yet": Case(
-        answer(0), LookupDecision(WAIT, wait=UNPROMISED["wait"]), later=29, asked=UNPROMISED
+        answer(0), LookupDecision(again=True, wait=UNPROMISED["wait"]), later=29, asked=UNPROMISED
     ),
     "somebody has begun": Case(
         answer(0, coming=1),
-        LookupDecision(WAIT, wait=replace(UNPROMISED["wait"], promised=True)),
+        LookupDecision(again=True, wait=replace(UNPROMISED["wait"], promised=True)),
         asked=UNPROMISED,
     ),
     "nobody has begun at all": Case(answer(0), miss("late"), later=31, asked=UNPROMISED),
@@ -177,12 +175,12 @@ QUEUED = replace(answer(4), coming=Coming(4, False, 0.0, 0.5), comes_to=WHOLE)
 def opened(came: int, bound: float = HALF, began: int = 4, tokens: int = 79) -> LookupDecision:
     """Load so many chunks, and wait for the rest."""
     wait = Wait(NOW, bound, began, WHOLE, True, None, came, QUIET)
-    return LookupDecision(HIT, tokens, wait)
+    return LookupDecision(tokens, wait=wait)
 
 
 def asking(chunk: int | None, bound: float, began: int, promised: bool = True) -> LookupDecision:
     """Wait, and ask for this chunk alone."""
-    return LookupDecision(WAIT, wait=Wait(NOW, bound, began, WHOLE, promised, None, chunk))
+    return LookupDecision(again=True, wait=Wait(NOW, bound, began, WHOLE, promised, None, chunk))
 
 
 OPEN = {
@@ -211,7 +209,7 @@ OPEN = {
     "while it waits": Case(answer(5, coming=3), opened(5, BOUND, 2), asked=ALREADY),
     "it goes on": Case(answer(6, coming=2), opened(6), asked=SECOND),
     "nothing more has come": Case(
-        answer(4, coming=4), LookupDecision(WAIT, wait=SECOND["wait"]), asked=SECOND
+        answer(4, coming=4), LookupDecision(again=True, wait=SECOND["wait"]), asked=SECOND
     ),
     "all has come": Case(answer(WHOLE), hit(79, "kept"), asked=SECOND),
     "all has come after a reset": Case(
@@ -255,8 +253,7 @@ def _decided(case: Case, state: dict[str, Any]) -> LookupDecision:
         (miss(), (0, False)),
         (hit(7), (7, True)),
         (opened(4), (79, True)),
-        (LookupDecision(WAIT), (None, False)),
-        (LookupDecision(RETRY), (None, False)),
+        (waits.AGAIN, (None, False)),
     ],
 )
 def test_what_vllm_is_told(decision: LookupDecision, matched: tuple[int | None, bool]) -> None:

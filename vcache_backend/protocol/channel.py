@@ -46,12 +46,9 @@ class Sent(Generic[R]):
         self.received: list[int] | None = None
         self.reply: m.Reply | None = None
         self.lost = ""
+        self.over = False
+        """The answer has arrived, or will never arrive."""
         self.at = time.perf_counter()
-
-    @property
-    def over(self) -> bool:
-        """Whether the answer has arrived, or will never arrive."""
-        return self.reply is not None or bool(self.lost)
 
     def arrives(self, seconds: float) -> bool:
         """Wait for the answer for `seconds`. A late answer does not end the connection."""
@@ -191,12 +188,6 @@ class Channel:
             raise
         return reply, fds
 
-    def _send(self, request: m.Request, kind: type[R], seconds: float) -> Sent[R]:
-        """Send a request within `seconds`. The answer is read later."""
-        sent = Sent(self, request, kind)
-        self._exchange(sent, seconds, drops=False, data=sockets.encode(request), reads=False)
-        return sent
-
     def _read_unread(self, link: ServerLink, deadline: float, last: Sent[Any]) -> None:
         """Read answers to earlier requests, up to the answer to `last`. Called under the lock."""
         while not last.over:
@@ -206,7 +197,8 @@ class Channel:
                 raise ProtocolError(
                     f"{type(sent.request).__name__} was answered with {type(reply).__name__}"
                 )
-            self._unread.popleft().reply = reply
+            sent.reply, sent.over = reply, True
+            self._unread.popleft()
             self.on_reply(reply)
             if isinstance(reply, m.Error) and reply.fatal:
                 self._drop(link, f"server at {self._path} closed the connection: {reply.message}")
@@ -225,7 +217,8 @@ class Channel:
         lateness does, too."""
         seconds = self.request_seconds if seconds is None else seconds
         deadline = time.perf_counter() + seconds
-        self.require()
+        if self._link is None or os.getpid() != self._pid:
+            raise ServerUnavailable(self._down)
         if not self._lock.acquire(timeout=max(0.0, seconds)):
             others = f"for other calls to the metadata server at {self._path}"
             raise ServerTimeout(f"{_named(sent.request)} waited {seconds:.3g} s {others}")
@@ -328,7 +321,8 @@ class Channel:
             self._link = None
             self._down = reason
             while self._unread:
-                self._unread.popleft().lost = reason
+                sent = self._unread.popleft()
+                sent.lost, sent.over = reason, True
             self.connections_lost += 1
             self._wake.set()
 

@@ -16,6 +16,7 @@ import msgspec
 from vcache_backend.config import ClientConfig
 from vcache_backend.errors import ServerUnavailable, VCacheError
 from vcache_backend.protocol import messages as m
+from vcache_backend.protocol import sockets
 from vcache_backend.protocol.channel import Channel, R, Sent
 
 log = logging.getLogger(__name__)
@@ -154,13 +155,13 @@ class Client(Channel):
             self.count(**counts)
             raise
 
-    def count(self, asked: int = 0, found: int = 0, **counts: int) -> None:
+    def count(self, **counts: int) -> None:
         """Count look-ups, waits and loads for the server's statistics: see `ListSegments`. The next
         heartbeat sends the counts, to this server or the next. If the heartbeat's answer is late,
         the counts are sent twice."""
         with self._telling:
             # A fifth of the time of `update`.
-            for name, count in (("asked", asked), ("found", found), *counts.items()):
+            for name, count in counts.items():
                 self._untold[name] += count
 
     def stats(self) -> m.ServerStats:
@@ -216,15 +217,17 @@ class Client(Channel):
                 return msgspec.structs.replace(answer, cut=False) if answer.cut else answer
 
     def send_find(self, request: m.Find, seconds: float) -> Sent[m.Found] | None:
-        """Send a look-up, whose answer may be `cut`. None if the hashes exceed one request. Of an
-        instance with several tables, see `find`."""
+        """Send a look-up within `seconds`, whose answer may be `cut`. None if the hashes exceed one
+        request. Of an instance with several tables, see `find`."""
         most = _most_found(request) * m.HASH_BYTES
         if len(request.hashes) > most:
             if self._parts:
                 return None
             leading, limit = request.hashes[:most], min(request.limit, m.MAX_HASHES)
             request = msgspec.structs.replace(request, hashes=leading, limit=limit)
-        return self._send(request, m.Found, seconds)
+        sent = Sent(self, request, m.Found)
+        self._exchange(sent, seconds, drops=False, data=sockets.encode(request), reads=False)
+        return sent
 
     def promise(self, request: m.Promise) -> m.Promised:
         """Promise the leading chunks, as many as fit into a request. See `Promise`."""

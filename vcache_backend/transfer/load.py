@@ -171,7 +171,7 @@ class Load(LoadContext):
     @property
     def reached(self) -> int:
         """How many leading blocks are in place, being copied, or not wanted."""
-        return self.places.after(self._parts[-1].stop) if self._parts else self.filled
+        return self.places.after(self._parts[-1].stop if self._parts else self._settled)
 
     @property
     def launched(self) -> bool:
@@ -317,7 +317,7 @@ class Load(LoadContext):
         self._over = True
         with suppress(Exception):  # at worst a counter is missed
             self._release()
-            if not self._cancelled and self.loaded < len(self.keys):
+            if self.keys and not self._cancelled and self.loaded < len(self.keys):
                 self.session.stats.count(chunks_missed=len(self.keys) - self.loaded)
             if self.cause not in NO_FAILURE:
                 self.session.stats.failed(self.cause)

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from math import inf
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
 
 from vcache_backend import threads
 from vcache_backend.errors import VCacheError
@@ -24,22 +23,16 @@ Wait = Callable[[float], bool]
 """Waits for some seconds at most. Returns whether the awaited event has come."""
 
 
-class _Job(NamedTuple):
-    """See `Outbox.after`."""
-
-    wait: Wait
-    act: Callable[[], object]
-    failed: Callable[[Exception], object]
-
-
 class Outbox:
     """A thread that works for its owner: `after` queues a call, and never waits. All methods may be
     called from any thread."""
 
     def __init__(self, failed: threads.Count | None = None) -> None:
         """failed: counts an exception of the thread, see `threads.survives`."""
-        self._jobs: deque[_Job] = deque()
-        self._changed = threading.Condition()
+        self._jobs = deque[tuple[Wait, Callable[[], object], Callable[[Exception], object]]]()
+        """What `after` was given."""
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._woken = SimpleQueue[None]()
         """Wakes the thread. A condition takes the caller ten times as long."""
         self._busy, self._due = False, inf
@@ -64,8 +57,8 @@ class Outbox:
 
         within: how many seconds the thread may leave it, to do it together with others. Each turn
         of the thread takes the interpreter from the present step."""
-        with self._changed:
-            self._jobs.append(_Job(wait, act, failed))
+        with self._lock:  # the condition's own `with` is two calls more
+            self._jobs.append((wait, act, failed))
             self._begin_within(within)
 
     def flush(self, timeout: float) -> bool:
@@ -119,13 +112,13 @@ class Outbox:
 
     def _do_first(self) -> bool:
         """Do the first job. False if its event has not come: then other work gets its turn."""
-        job, over = self._jobs[0], True
+        (wait, act, failed), over = self._jobs[0], True
         try:
-            over = not self.stopping and job.wait(0.05)
+            over = not self.stopping and wait(0.05)
             if over:
-                job.act()
+                act()
         except Exception as error:
-            job.failed(error)
+            failed(error)
             if not isinstance(error, VCacheError):
                 raise
             log.debug("not done: %s", error)

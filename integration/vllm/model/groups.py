@@ -140,6 +140,11 @@ class Groups:
             raise LayoutError(f"{misfit}: {advice}")
         self.shares = [Share(group.block_size, _tail(group, chunk_size)) for group in self.groups]
         """A chunk's part in each group."""
+        self.blocks = sum(share.of(chunk_size) for share in self.shares)
+        """The number of a chunk's blocks, over all groups. Each block takes as many bytes as a
+        block of the group with the most layers."""
+        self.parts = -(-len(self.states) // max(1, self.blocks))
+        """How many chunks a state occupies."""
         self.plain = len(groups) == 1 and self.all[0].full
         """The only table's layers attend to all tokens."""
         self.whole = self.block if self.plain else chunk_size
@@ -154,17 +159,6 @@ class Groups:
     def layers(self) -> str:
         """A digest of the layers' names, group by group, in a chunk's order."""
         return digest([list(group.layers) for group in [*self.groups, *self.states]])
-
-    @property
-    def blocks(self) -> int:
-        """The number of a chunk's blocks, over all groups. Each block takes as many bytes as a
-        block of the group with the most layers."""
-        return sum(share.of(self.size) for share in self.shares)
-
-    @property
-    def parts(self) -> int:
-        """How many chunks a state occupies."""
-        return -(-len(self.states) // self.blocks) if self.states else 0
 
     def describe(self, kv_caches: Mapping[str, Tensor], num_blocks: int) -> PagedKV:
         """Describe the geometry of a worker's `kv_caches`, vLLM's view of each layer.

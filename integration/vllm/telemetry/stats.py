@@ -208,9 +208,10 @@ class Meter:
 
     def looked_up(self, asked: int, hit: int, seconds: float) -> None:
         """Count a look-up of the scheduler: tokens asked for, tokens hit, seconds."""
-        self.count("lookup_asked_tokens", asked)
-        self.count("lookup_hit_tokens", hit)
-        self.observe("lookup_seconds", seconds)
+        with self._lock:
+            self._stats.count("lookup_asked_tokens", asked)
+            self._stats.count("lookup_hit_tokens", hit)
+            self._stats.observe("lookup_seconds", seconds)
 
     def waited(self, end: str, tokens: int, seconds: float) -> None:
         """Count the end of a request's wait, and the tokens that came during it."""
