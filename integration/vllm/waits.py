@@ -8,6 +8,7 @@ an open load, which holds blocks for all of it."""
 from __future__ import annotations
 
 import logging
+from enum import Enum
 from time import monotonic
 from typing import NamedTuple
 
@@ -38,18 +39,29 @@ STATE_SECONDS = 0.03
 state: states are stored at the ends of steps."""
 
 
+class LookupResult(Enum):
+    """MISS: compute. HIT: load. AGAIN: another instance computes more chunks, or the answer is
+    late, so vLLM must ask again in a later step."""
+
+    MISS = 0
+    HIT = 1
+    AGAIN = 2
+
+
 class LookupDecision(msgspec.Struct, frozen=True):
     """What a look-up means for its request."""
 
+    result: LookupResult
     tokens: int = 0
-    """To load after those in vLLM's own cache; 0: compute."""
-    again: bool = False
-    """vLLM must ask again in a later step: another instance computes more chunks, or the answer is
-    late."""
+    """Of a HIT: to load after those in vLLM's own cache."""
     wait: Wait | None = None
-    """The wait that goes on, also beside an open load."""
+    """Of AGAIN by `decide`, and of a HIT with an open load: the wait goes on."""
     end: str = ""
     """How the request's wait ends with this decision (`Meter.waited`); empty: it does not."""
+
+    @property
+    def again(self) -> bool:
+        return self.result is LookupResult.AGAIN
 
     @property
     def matched(self) -> tuple[int | None, bool]:
@@ -57,7 +69,7 @@ class LookupDecision(msgspec.Struct, frozen=True):
         return None if self.again else self.tokens, self.tokens > 0
 
 
-MISS, AGAIN = LookupDecision(), LookupDecision(again=True)
+MISS, AGAIN = LookupDecision(LookupResult.MISS), LookupDecision(LookupResult.AGAIN)
 
 
 class Rules(NamedTuple):
@@ -103,20 +115,22 @@ def decide(rules: Rules, asked: Asked, answer: Answer, now: float) -> LookupDeci
     wait = asked.wait
     if answer is LATE:
         over = wait is not None and _is_past(wait, now)
-        return LookupDecision(end="late") if over else AGAIN
+        return LookupDecision(LookupResult.MISS, end="late") if over else AGAIN
     end = ""
     if wait is None:
         wait = _begun(rules, asked, answer, now)
     elif asked.loads and answer.epoch != wait.epoch:
         # After a reset nothing is added to blocks from before it.
-        return LookupDecision(end="withdrawn")
+        return LookupDecision(LookupResult.MISS, end="withdrawn")
     else:
         end = _end(rules, wait, answer, now)
         wait = _noted(wait, answer, now) if not end else None
     if wait is not None:
         return _opened(rules, asked, wait, answer) or _waiting(rules, asked, wait, answer)
     tokens = min(answer.tokens, asked.most) - asked.local
-    return LookupDecision(tokens if tokens >= rules.least else 0, end=end)
+    if tokens < rules.least:
+        return LookupDecision(LookupResult.MISS, end=end)
+    return LookupDecision(LookupResult.HIT, tokens, end=end)
 
 
 def _opened(rules: Rules, asked: Asked, wait: Wait, answer: Answer) -> LookupDecision | None:
@@ -137,7 +151,7 @@ def _opened(rules: Rules, asked: Asked, wait: Wait, answer: Answer) -> LookupDec
     if not comes:
         return None
     opened = replace(wait, asks=answer.hits, quiet=quiet, epoch=answer.epoch)
-    return LookupDecision(whole - asked.local, wait=opened)
+    return LookupDecision(LookupResult.HIT, whole - asked.local, opened)
 
 
 def _waiting(rules: Rules, asked: Asked, wait: Wait, answer: Answer) -> LookupDecision:
@@ -145,7 +159,7 @@ def _waiting(rules: Rules, asked: Asked, wait: Wait, answer: Answer) -> LookupDe
     if not asked.loads:
         half = (asked.local // rules.chunk_size + wait.target - 1) // 2
         wait = replace(wait, asks=half if rules.opens and answer.hits <= half else None)
-    return LookupDecision(again=True, wait=wait)
+    return LookupDecision(LookupResult.AGAIN, wait=wait)
 
 
 def _noted(wait: Wait, answer: Answer, now: float) -> Wait:

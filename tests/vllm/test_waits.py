@@ -28,6 +28,7 @@ from vcache_backend.integration.vllm.waits import (
     UNKNOWN_CHUNK_SECONDS,
     Asked,
     LookupDecision,
+    LookupResult,
     Rules,
     decide,
 )
@@ -66,15 +67,15 @@ class Case(NamedTuple):
 
 
 def waiting(bound: float, began: int = 2, target: int = WHOLE, promised: bool = True) -> Any:
-    return LookupDecision(again=True, wait=Wait(NOW, bound, began, target, promised))
+    return LookupDecision(LookupResult.AGAIN, wait=Wait(NOW, bound, began, target, promised))
 
 
 def hit(tokens: int, end: str = "") -> LookupDecision:
-    return LookupDecision(tokens, end=end)
+    return LookupDecision(LookupResult.HIT, tokens, end=end)
 
 
 def miss(end: str = "") -> LookupDecision:
-    return LookupDecision(end=end)
+    return LookupDecision(LookupResult.MISS, end=end)
 
 
 ALREADY = {"may_wait": False, "wait": WAITS}
@@ -119,7 +120,9 @@ ONCE = {
 AGAIN = {
     "it has come": Case(answer(WHOLE), hit(79, "kept")),
     "it has come at the last moment": Case(answer(WHOLE), hit(79, "kept"), later=BOUND + 1),
-    "it goes on": Case(answer(4, coming=4), LookupDecision(again=True, wait=WAITS), later=BOUND),
+    "it goes on": Case(
+        answer(4, coming=4), LookupDecision(LookupResult.AGAIN, wait=WAITS), later=BOUND
+    ),
     "it takes too long": Case(answer(4, coming=4), hit(40, "late"), later=BOUND + 0.1),
     "it has stopped": Case(answer(4, coming=4, quiet=BOUND + 0.1), hit(40, "silent")),
     "it was given up": Case(answer(4), hit(40, "withdrawn")),
@@ -129,7 +132,7 @@ AGAIN = {
     "the server is slow": Case(LATE, waits.AGAIN, later=BOUND),
     "the server is stopped": Case(LATE, miss("late"), later=BOUND + LAST_SECONDS + 0.1),
     "the state may still come": Case(
-        answer(4), LookupDecision(again=True, wait=replace(WAITS, gone=NOW)), rules=STATES
+        answer(4), LookupDecision(LookupResult.AGAIN, wait=replace(WAITS, gone=NOW)), rules=STATES
     ),
     "it came behind the chunks": Case(
         answer(4),
@@ -147,16 +150,19 @@ AGAIN = {
     ),
     "it is promised again": Case(
         answer(2, coming=6),
-        LookupDecision(again=True, wait=WAITS),
+        LookupDecision(LookupResult.AGAIN, wait=WAITS),
         rules=STATES,
         asked={"wait": replace(WAITS, gone=NOW)},
     ),
     "nobody has begun yet": Case(
-        answer(0), LookupDecision(again=True, wait=UNPROMISED["wait"]), later=29, asked=UNPROMISED
+        answer(0),
+        LookupDecision(LookupResult.AGAIN, wait=UNPROMISED["wait"]),
+        later=29,
+        asked=UNPROMISED,
     ),
     "somebody has begun": Case(
         answer(0, coming=1),
-        LookupDecision(again=True, wait=replace(UNPROMISED["wait"], promised=True)),
+        LookupDecision(LookupResult.AGAIN, wait=replace(UNPROMISED["wait"], promised=True)),
         asked=UNPROMISED,
     ),
     "nobody has begun at all": Case(answer(0), miss("late"), later=31, asked=UNPROMISED),
@@ -175,12 +181,14 @@ QUEUED = replace(answer(4), coming=Coming(4, False, 0.0, 0.5), comes_to=WHOLE)
 def opened(came: int, bound: float = HALF, began: int = 4, tokens: int = 79) -> LookupDecision:
     """Load so many chunks, and wait for the rest."""
     wait = Wait(NOW, bound, began, WHOLE, True, None, came, QUIET)
-    return LookupDecision(tokens, wait=wait)
+    return LookupDecision(LookupResult.HIT, tokens, wait)
 
 
 def asking(chunk: int | None, bound: float, began: int, promised: bool = True) -> LookupDecision:
     """Wait, and ask for this chunk alone."""
-    return LookupDecision(again=True, wait=Wait(NOW, bound, began, WHOLE, promised, None, chunk))
+    return LookupDecision(
+        LookupResult.AGAIN, wait=Wait(NOW, bound, began, WHOLE, promised, None, chunk)
+    )
 
 
 OPEN = {
@@ -209,7 +217,7 @@ OPEN = {
     "while it waits": Case(answer(5, coming=3), opened(5, BOUND, 2), asked=ALREADY),
     "it goes on": Case(answer(6, coming=2), opened(6), asked=SECOND),
     "nothing more has come": Case(
-        answer(4, coming=4), LookupDecision(again=True, wait=SECOND["wait"]), asked=SECOND
+        answer(4, coming=4), LookupDecision(LookupResult.AGAIN, wait=SECOND["wait"]), asked=SECOND
     ),
     "all has come": Case(answer(WHOLE), hit(79, "kept"), asked=SECOND),
     "all has come after a reset": Case(
