@@ -50,10 +50,11 @@ if GPUS == 0:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 LONGEST = (
-    "injector soak monitor_metrics examples injector_lmcache real_processes real_waits prove planned "
-    "real_hits versions multi real_modes shapes disaggregated_prefill bounds benchmarks real_offload "
-    "groups kernel offload_tier real_in_place offload_process real_failures doctor_model monitor_web "
-    "residents offload_store documents packaging"
+    "injector soak monitor planned examples injector_lmcache real_waits real_modes versions "
+    "real_hits real_processes multi offload_tier shapes kernel prove groups benchmarks "
+    "real_failures disaggregated_prefill real_offload offload_process instances real_in_place "
+    "start processes documents mappings offload_store publisher sources monitor_web packaging "
+    "doctor_model"
 )
 """Files of tests by the seconds that they take, the longest first; all others are short. The
 second and the third one need no vLLM, which the nursery imports meanwhile."""
@@ -69,12 +70,6 @@ def alone(tmp_path: Path) -> Iterator[Any]:
 
     with stage(tmp_path) as made:
         yield made
-
-
-@pytest.fixture
-def stage_(alone: Any) -> Any:
-    """The same, but where a module's tests have one in common."""
-    return alone
 
 
 @pytest.fixture

@@ -134,10 +134,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     assert (status, "Traceback" in said, path.exists()) == (0, False, False), said
 
 
-def test_a_command_waits_longer_than_a_request_may(stage_: Stage, tmp_path: Path) -> None:
-    server, file = stage_.server(), tmp_path / "vcache.yaml"
+def test_a_command_waits_longer_than_a_request_may(alone: Stage, tmp_path: Path) -> None:
+    server, file = alone.server(), tmp_path / "vcache.yaml"
     file.write_text(f"client: {{control_seconds: {SECONDS}, request_seconds: 0.25}}")
-    with connected(file, stage_.path) as client:
+    with connected(file, alone.path) as client:
         server.stop()
         later = threading.Timer(0.75, server.cont)
         later.start()

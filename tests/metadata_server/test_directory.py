@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from model import FakeClock, chunk_key, pattern, room_of
@@ -257,17 +257,9 @@ class SlotMachine(RuleBasedStateMachine):
             if isinstance(answer, Location):
                 assert key not in before | pending
                 self.tokens += 1
-                write = Writing(
-                    key,
-                    answer.segment,
-                    answer.offset,
-                    nbytes,
-                    self.tokens,
-                    client.process,
-                    client.id,
-                    reply.reservation,
-                    now + SECONDS,
-                )
+                place = key, answer.segment, answer.offset, nbytes, self.tokens
+                who = client.process, client.id, reply.reservation
+                write = Writing(*place, *who, now + SECONDS)
                 self.check_alone(write)
                 self.writes.append(write)
                 pending.add(key)
@@ -631,11 +623,13 @@ class SlotMachine(RuleBasedStateMachine):
             region.close()
 
 
+if not THOROUGH:  # the same orders each time, whatever else the sources say
+    seed(3)(SlotMachine)
 SlotMachine.TestCase.settings = settings(
     max_examples=5000 if THOROUGH else 60,
     stateful_step_count=80 if THOROUGH else 50,
     deadline=None,
-    derandomize=not THOROUGH,
+    database=None,
     suppress_health_check=list(HealthCheck),
     report_multiple_bugs=False,
 )

@@ -389,7 +389,7 @@ def test_a_publication_tells_few_however_many_hold_its_chunks() -> None:
     service, size = Service(1, now=FakeClock()), m.MAX_PUBLISHED
     run, me = block_run(size, each=1), Peer(1, ProcessId(7, 8), "host", "host")
     instances, first = service.instances, instance_id(0)
-    for one in map(instance_id, range(60)):
+    for one in map(instance_id, range(20)):
         request = m.Join(one, instance_cases.NAMESPACE, 10_000, 1, 1, [FULL])
         instances.join(me, request, [make_table(one, 10_000)])
         instances.of[one].parts[0], instances.of[one].whole = ShownPart(me, []), True

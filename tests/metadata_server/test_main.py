@@ -12,19 +12,19 @@ from processes import Stage, ran
 from vcache_backend.metadata_server.endpoint import beside
 
 
-def test_a_server_whose_path_leads_to_another_one_ends(stage_: Stage) -> None:
+def test_a_server_whose_path_leads_to_another_one_ends(alone: Stage) -> None:
     """Stopped while lock and socket were taken from under it."""
-    first = stage_.server()
+    first = alone.server()
     with first.stopped():
-        beside(stage_.path, ".lock").unlink()
-        stage_.path.unlink()
-        second = stage_.server()
+        beside(alone.path, ".lock").unlink()
+        alone.path.unlink()
+        second = alone.server()
     status, said = first.wait()
     assert status == 1
-    assert f"{stage_.path} does not lead to this server any more (another socket is there)" in said
+    assert f"{alone.path} does not lead to this server any more (another socket is there)" in said
     assert "Traceback" not in said
     assert second.alive
-    assert stage_.raw().ask("list_segments") == ["segments", [], None, []]
+    assert alone.raw().ask("list_segments") == ["segments", [], None, []]
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,9 @@ def answers(client: Client) -> bool:
     return False
 
 
-def test_a_call_to_a_hung_server_ends_and_the_next_ask_nobody(stage_: Stage, memfd: int) -> None:
+def test_a_call_to_a_hung_server_ends_and_the_next_ask_nobody(alone: Stage, memfd: int) -> None:
     """Also while the background thread tries again: it holds nothing that a call would wait for."""
-    server = stage_.server()
+    server = alone.server()
     calls: list[Callable[[Client], Any]] = [
         lambda client: client.lookup([A]),
         lambda client: client.lookup([A] * 60_000),  # larger than the socket's buffer
@@ -57,7 +57,7 @@ def test_a_call_to_a_hung_server_ends_and_the_next_ask_nobody(stage_: Stage, mem
         lambda client: client.add_segment(info("s0", 4 * KIB), memfd),
         lambda client: client.send_find(find(1), SECONDS).answer(),
     ]
-    clients = [stage_.client(msgspec.structs.replace(QUICK, heartbeat_seconds=30)) for _ in calls]
+    clients = [alone.client(msgspec.structs.replace(QUICK, heartbeat_seconds=30)) for _ in calls]
     eventually(lambda: all(client.connected for client in clients))
     with processes.hung(server, *clients):
         for client, call in zip(clients, calls, strict=True):
@@ -67,7 +67,7 @@ def test_a_call_to_a_hung_server_ends_and_the_next_ask_nobody(stage_: Stage, mem
                 with pytest.raises(ServerUnavailable):
                     client.lookup([A])
         with pytest.raises(ServerUnavailable, match=r"did not answer in 0\.5 s: it is stopped"):
-            stage_.client(processes.hasty(QUICK), reconnect=False).require()
+            alone.client(processes.hasty(QUICK), reconnect=False).require()
         clients[-1].close()
     for client in clients[:-1]:
         eventually(lambda client=client: answers(client))
@@ -77,15 +77,15 @@ def test_a_call_to_a_hung_server_ends_and_the_next_ask_nobody(stage_: Stage, mem
 
 
 @pytest.mark.skipif(bool(containers()), reason=f"needs namespaces of its own: {containers()}")
-def test_a_writer_in_another_container_keeps_its_slots(stage_: Stage, memfd: int) -> None:
+def test_a_writer_in_another_container_keeps_its_slots(alone: Stage, memfd: int) -> None:
     """As between containers: neither sees the other's pid. The writer's own pidfd, which it sends,
     tells the server of its end.
     """
-    stage_.server(within=IN_A_CONTAINER, reservation_seconds=0.2)
-    client = stage_.client()
+    alone.server(within=IN_A_CONTAINER, reservation_seconds=0.2)
+    client = alone.client()
     client.add_segment(info("s0", 4 * KIB), memfd)
-    inside = [*IN_A_CONTAINER, sys.executable, "-c", RESERVE_AND_WAIT, str(stage_.path)]
-    unshare = stage_.undo.enter_context(Child(inside))
+    inside = [*IN_A_CONTAINER, sys.executable, "-c", RESERVE_AND_WAIT, str(alone.path)]
+    unshare = alone.undo.enter_context(Child(inside))
     unshare.expect("reserved")
     writer = int(Path(f"/proc/{unshare.pid}/task/{unshare.pid}/children").read_text())
     os.kill(writer, signal.SIGSTOP)
@@ -96,12 +96,12 @@ def test_a_writer_in_another_container_keeps_its_slots(stage_: Stage, memfd: int
     eventually(lambda: has_room(client))
 
 
-def test_a_writer_lives_on_where_descriptors_are_too_few_to_look(stage_: Stage, memfd: int) -> None:
+def test_a_writer_lives_on_where_descriptors_are_too_few_to_look(alone: Stage, memfd: int) -> None:
     """Exactly one is free: the writer's pidfd takes it, and nothing is left to look at the process
     with.
     """
-    server = stage_.server(reservation_seconds=0.3)
-    writer = stage_.raw()
+    server = alone.server(reservation_seconds=0.3)
+    writer = alone.raw()
     assert writer.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(memfd,))[0] == "count"
     assert writer.ask("reserve", [A, B, C, D], KIB)[1]
     used = server.descriptors()
@@ -115,19 +115,19 @@ def test_a_writer_lives_on_where_descriptors_are_too_few_to_look(stage_: Stage, 
 
 
 def test_slots_of_which_the_writer_has_not_read_are_free_once_it_has_hung_up(
-    stage_: Stage, memfd: int
+    alone: Stage, memfd: int
 ) -> None:
     """The process lives on: a call of its was interrupted between request and answer."""
-    stage_.server()
-    client = stage_.client()
+    alone.server()
+    client = alone.client()
     client.add_segment(info("s0", 4 * KIB), memfd)
-    raw = stage_.raw()
+    raw = alone.raw()
     raw.send("reserve", [A, B, C, D], KIB)
     assert eventually(lambda: client.stats().reservations) == 1
     raw.close()
     eventually(lambda: has_room(client), 5)
     # Who has read it may write, although the connection is gone.
-    raw = stage_.raw()
+    raw = alone.raw()
     assert raw.ask("reserve", [A, B, C, D], KIB)[1]
     raw.close()
     eventually(lambda: client.stats().quarantined)
@@ -136,15 +136,15 @@ def test_slots_of_which_the_writer_has_not_read_are_free_once_it_has_hung_up(
 
 @pytest.mark.parametrize("again", [False, True], ids=["new", "again"])
 def test_a_segment_for_which_descriptors_are_too_few_is_added_once_there_are_enough(
-    stage_: Stage, memfd: int, again: bool
+    alone: Stage, memfd: int, again: bool
 ) -> None:
     """They run out at each place in turn. Nothing stays open, above all not the table's lock."""
-    server = stage_.server()
-    with Raw(stage_.path) as first:
+    server = alone.server()
+    with Raw(alone.path) as first:
         first.ask("add_segment", "s0", "host", "host", 4 * KIB, fds=(memfd,))
         table = os.dup(first.fds[-1])
     server.kill()
-    server, raw = stage_.server(), stage_.raw()
+    server, raw = alone.server(), alone.raw()
     used, refused = server.descriptors(), 0
     free = [number for number in range(max(used) + 20) if number not in used]
     request = ["add_segment", "s0", "host", "host", 4 * KIB, again]
@@ -159,11 +159,11 @@ def test_a_segment_for_which_descriptors_are_too_few_is_added_once_there_are_eno
     os.close(table)
 
 
-def test_without_descriptors_new_clients_wait_and_cost_nothing(stage_: Stage) -> None:
-    server = stage_.server()
-    raw = stage_.raw()
+def test_without_descriptors_new_clients_wait_and_cost_nothing(alone: Stage) -> None:
+    server = alone.server()
+    raw = alone.raw()
     server.descriptors(limit=3)
-    waiting = [stage_.raw(hello=False) for _ in range(3)]
+    waiting = [alone.raw(hello=False) for _ in range(3)]
     for one in waiting:
         one.send("hello", m.PROTOCOL_VERSION, "host", "host", {})
     status = Path(f"/proc/{server.pid}/status")

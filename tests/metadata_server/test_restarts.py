@@ -19,20 +19,20 @@ from vcache_backend.vram_pool.generations import GenerationView
 A, B, C, D, E = (chunk_key(n) for n in range(5))
 
 
-def restart_with(stage_: Stage, client: Client, server: Child, **more: Any) -> Child:
+def restart_with(alone: Stage, client: Client, server: Child, **more: Any) -> Child:
     """Kill the server, start another one, wait until it has what `client` holds."""
     before, segments = client.epoch, len(client.list_segments())
     server.kill()
-    again = stage_.server(**more)
+    again = alone.server(**more)
     eventually(lambda: client.connected and client.epoch != before)
     eventually(lambda: len(client.list_segments()) == segments)
     return again
 
 
-def test_a_reader_across_a_restart_believes_what_has_not_changed(stage_: Stage, memfd: int) -> None:
+def test_a_reader_across_a_restart_believes_what_has_not_changed(alone: Stage, memfd: int) -> None:
     """It found the chunks at the server that was killed, in the same table."""
-    server = stage_.server()
-    client = stage_.client(QUICK)
+    server = alone.server()
+    client = alone.client(QUICK)
     view = GenerationView.of_segment(offer(client, info("s0", 4 * KIB), memfd), "s0")
     put(client, A, B, C, D)
     runs = client.pin([A, B, C, D], 60.0).runs
@@ -40,7 +40,7 @@ def test_a_reader_across_a_restart_believes_what_has_not_changed(stage_: Stage, 
     def right() -> int:
         return sum(view.leading(run.blocks, run.generations) for run in runs)
 
-    restart_with(stage_, client, server)
+    restart_with(alone, client, server)
     assert client.lookup([A, B, C, D]) == right() == 4
     # The new server knows nothing of the pin, and evicts the least recently used chunk.
     put(client, E)
@@ -49,17 +49,17 @@ def test_a_reader_across_a_restart_believes_what_has_not_changed(stage_: Stage, 
     assert view.dead
 
 
-def test_a_segment_that_another_server_may_use_is_not_taken(stage_: Stage, memfd: int) -> None:
+def test_a_segment_that_another_server_may_use_is_not_taken(alone: Stage, memfd: int) -> None:
     """The earlier server is stopped, and its socket was removed: it may go on any time."""
-    server = stage_.server()
-    client = stage_.client(QUICK)
+    server = alone.server()
+    client = alone.client(QUICK)
     table = offer(client, info("s0", 4 * KIB), memfd)
     put(client, A)
     with server.stopped():
-        for name in (stage_.path, beside(stage_.path, ".lock")):
+        for name in (alone.path, beside(alone.path, ".lock")):
             name.unlink()
-        stage_.server()
-        raw = stage_.raw()
+        alone.server()
+        raw = alone.raw()
         again = ["add_segment", "s0", "host", "host", 4 * KIB, True]
         assert "has not ended" in raw.ask(*again, fds=(memfd, table))[1]
         assert raw.ask("list_segments") == ["segments", [], None, []]
@@ -68,10 +68,10 @@ def test_a_segment_that_another_server_may_use_is_not_taken(stage_: Stage, memfd
     assert raw.ask("contains", [A])[1] == [True]
 
 
-def test_a_later_server_knows_of_all_resets(stage_: Stage, memfd: int) -> None:
+def test_a_later_server_knows_of_all_resets(alone: Stage, memfd: int) -> None:
     """Whoever comes first, and of a segment whose table comes late: else it could have what was
     forgotten from the offload tier, or again from the table."""
-    server, client = stage_.server(), stage_.client(QUICK)
+    server, client = alone.server(), alone.client(QUICK)
     offer(client, info("s0", 4 * KIB), memfd)
     put(client, A)
     client.clear(A[:8], reset=True)
@@ -80,8 +80,8 @@ def test_a_later_server_knows_of_all_resets(stage_: Stage, memfd: int) -> None:
     for number in (signal.SIGKILL, signal.SIGTERM):
         server.signal(number)
         server.wait()
-        server = stage_.server()
-        with Raw(stage_.path) as raw:
+        server = alone.server()
+        with Raw(alone.path) as raw:
             assert raw.ask("contains", [A])[2] == epoch > 0
     eventually(lambda: client.connected and client.list_segments())
     assert client.contains([A, B]) == [False, True]
@@ -95,13 +95,13 @@ def watches(server: Child, process: Child) -> bool:
     return False
 
 
-def test_slots_written_at_the_crash_are_not_given_to_others(stage_: Stage, memfd: int) -> None:
+def test_slots_written_at_the_crash_are_not_given_to_others(alone: Stage, memfd: int) -> None:
     """The writer is stopped: the next server has only its number, and looks for itself."""
-    server = stage_.server()
-    client = offering(stage_, memfd)
-    writer = reserving(stage_)
+    server = alone.server()
+    client = offering(alone, memfd)
+    writer = reserving(alone)
     writer.signal(signal.SIGSTOP)
-    again = restart_with(stage_, client, server)
+    again = restart_with(alone, client, server)
     eventually(lambda: watches(again, writer))
     assert not has_room(client)
     assert client.stats().quarantined == 1

@@ -100,10 +100,10 @@ Scripted = Callable[[Answer], ScriptedServer]
 
 
 @pytest.fixture
-def scripted(stage_: Stage) -> Scripted:
+def scripted(alone: Stage) -> Scripted:
     def start(answer: Answer) -> ScriptedServer:
-        server = ScriptedServer(stage_.path, answer)
-        stage_.undo.callback(server.close)
+        server = ScriptedServer(alone.path, answer)
+        alone.undo.callback(server.close)
         return server
 
     return start
@@ -112,10 +112,10 @@ def scripted(stage_: Stage) -> Scripted:
 # ---- every call, against the real server
 
 
-def test_what_is_refused_leaves_the_connection_as_it_is(stage_: Stage) -> None:
+def test_what_is_refused_leaves_the_connection_as_it_is(alone: Stage) -> None:
     """By the server, or before it is sent, since it is too large."""
-    stage_.server()
-    client = stage_.client()
+    alone.server()
+    client = alone.client()
     with pytest.raises(Refused, match="segment nowhere was dropped"):
         client.open_segment(m.SegmentId("nowhere"))
     with pytest.raises(errors.ProtocolError, match=r"200,\d\d\d B exceed 200,000 B"):
@@ -132,7 +132,7 @@ def test_a_layout_that_is_no_text_is_trouble_and_raises_nothing(stage: Stage) ->
     assert "surrogates not allowed" in stage.client(layout={"model": "\udcff"}).trouble
 
 
-def test_a_late_answer_is_never_taken_for_another_s(stage_: Stage, scripted: Scripted) -> None:
+def test_a_late_answer_is_never_taken_for_another_s(alone: Stage, scripted: Scripted) -> None:
     given_up = threading.Event()
 
     def answer(request: list[Any]) -> list[Any]:
@@ -142,7 +142,7 @@ def test_a_late_answer_is_never_taken_for_another_s(stage_: Stage, scripted: Scr
         return ["count", 2]
 
     server = scripted(answer)
-    client = stage_.client(msgspec.structs.replace(PATIENT, request_seconds=0.25))
+    client = alone.client(msgspec.structs.replace(PATIENT, request_seconds=0.25))
     with pytest.raises(ServerTimeout, match=r"did not answer Remove\(1 keys\) in 0\.\d+ s"):
         client.remove([A])
     given_up.set()
@@ -157,12 +157,12 @@ def test_a_late_answer_is_never_taken_for_another_s(stage_: Stage, scripted: Scr
 
 
 def test_a_late_answer_is_logged_as_one_and_rarely(
-    stage_: Stage, scripted: Scripted, caplog: pytest.LogCaptureFixture
+    alone: Stage, scripted: Scripted, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The server is there: it lets the client connect again, and nothing is said of its absence."""
     scripted(lambda request: None)
     hasty = msgspec.structs.replace(QUICK, request_seconds=0.05, heartbeat_seconds=30)
-    client = stage_.client(hasty)
+    client = alone.client(hasty)
     for _ in range(3):
         with pytest.raises(ServerTimeout):
             client.remove([A])
@@ -184,7 +184,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
 
 
-def test_each_answer_to_what_was_sent_ahead_is_its_own(stage_: Stage, scripted: Scripted) -> None:
+def test_each_answer_to_what_was_sent_ahead_is_its_own(alone: Stage, scripted: Scripted) -> None:
     """Fetched in any order, or read on the way by whoever calls next; an answer nobody fetches is
     no other one's.
     """
@@ -196,7 +196,7 @@ def test_each_answer_to_what_was_sent_ahead_is_its_own(stage_: Stage, scripted: 
         return ["found", 1, 1, pooled[request[2]], [], 0, False, None]
 
     scripted(answer)
-    client = stage_.client(PATIENT)
+    client = alone.client(PATIENT)
 
     def sent(key: m.ChunkKey) -> Sent[m.Found]:
         question = client.send_find(find(key), SECONDS)
@@ -214,20 +214,20 @@ def test_each_answer_to_what_was_sent_ahead_is_its_own(stage_: Stage, scripted: 
     assert client.send_find(find(*[A] * (m.MAX_HASHES + 1)), SECONDS) is None
 
 
-def test_answers_that_nobody_reads_yet_hold_up_neither_server_nor_client(stage_: Stage) -> None:
+def test_answers_that_nobody_reads_yet_hold_up_neither_server_nor_client(alone: Stage) -> None:
     """As when thousands of requests arrive before vLLM's next step: the answers are more than a
     socket holds.
     """
-    stage_.server()
-    client = stage_.client(PATIENT)
+    alone.server()
+    client = alone.client(PATIENT)
     sent = [client.send_find(find(*[A] * 100), SECONDS) for _ in range(5000)]
     assert [one for one in sent if one is None or one.answer().pooled] == []
     assert not client.connections_lost
 
 
-def test_what_was_sent_ahead_is_lost_with_its_connection(stage_: Stage, scripted: Scripted) -> None:
+def test_what_was_sent_ahead_is_lost_with_its_connection(alone: Stage, scripted: Scripted) -> None:
     server = scripted(lambda request: None)
-    client = stage_.client(QUICK)
+    client = alone.client(QUICK)
     sent = client.send_find(find(A), SECONDS)
     assert sent is not None
     server.hang_up()
@@ -246,27 +246,27 @@ WRONG = [(False, reply) for reply in COUNTS] + [(True, reply) for reply in FINDS
 
 @pytest.mark.parametrize(("finds", "reply"), WRONG, ids=lambda one: repr(one)[:30])
 def test_a_wrong_answer_ends_the_connection(
-    stage_: Stage, scripted: Scripted, finds: bool, reply: Any
+    alone: Stage, scripted: Scripted, finds: bool, reply: Any
 ) -> None:
     scripted(lambda request: reply)
-    client = stage_.client(QUICK, reconnect=False)
+    client = alone.client(QUICK, reconnect=False)
     with pytest.raises(VCacheError):
         client.find(find(A)) if finds else client.remove([A])
     assert not client.connected
 
 
-def test_later_versions_may_say_more(stage_: Stage, scripted: Scripted) -> None:
+def test_later_versions_may_say_more(alone: Stage, scripted: Scripted) -> None:
     scripted(lambda request: ["count", 3] * 5)
-    assert stage_.client(QUICK, reconnect=False).remove([A]) == 3
+    assert alone.client(QUICK, reconnect=False).remove([A]) == 3
 
 
 def test_an_interrupted_call_leaves_no_answer_behind_for_the_next(
-    stage_: Stage, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
+    alone: Stage, scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A signal handler may raise anywhere, also between a request and its answer."""
     answers = {A: 1, B: 2}
     scripted(lambda request: ["count", answers[request[1][0]]])
-    client = stage_.client(PATIENT)
+    client = alone.client(PATIENT)
     original = sockets.Receiver.receive
 
     def interrupted(self: sockets.Receiver, sock: socket.socket) -> Any:
@@ -280,13 +280,13 @@ def test_an_interrupted_call_leaves_no_answer_behind_for_the_next(
     assert client.remove([B]) == 2
 
 
-def test_a_connection_that_a_call_ends_is_no_later_one(stage_: Stage, scripted: Scripted) -> None:
+def test_a_connection_that_a_call_ends_is_no_later_one(alone: Stage, scripted: Scripted) -> None:
     """The server says goodbye, the heartbeat notices, and there is a new connection before the call
     has come to its end.
     """
     goodbye = ["error", "go away", True]
     server = scripted(lambda request: goodbye)
-    client = stage_.client(msgspec.structs.replace(QUICK, heartbeat_seconds=0.02))
+    client = alone.client(msgspec.structs.replace(QUICK, heartbeat_seconds=0.02))
 
     class Slow:
         """The client's lock, whose user is held up behind it until there is a second connection."""
@@ -310,10 +310,10 @@ def test_a_connection_that_a_call_ends_is_no_later_one(stage_: Stage, scripted: 
 # ---- its own life
 
 
-def test_a_call_under_way_ends_when_its_client_is_closed(stage_: Stage, scripted: Scripted) -> None:
+def test_a_call_under_way_ends_when_its_client_is_closed(alone: Stage, scripted: Scripted) -> None:
     server = scripted(lambda request: None)
     config = msgspec.structs.replace(PATIENT, request_seconds=10 * SECONDS)
-    client = stage_.client(config, reconnect=False)
+    client = alone.client(config, reconnect=False)
     errors: list[Exception] = []
 
     def ask() -> None:
@@ -330,9 +330,9 @@ def test_a_call_under_way_ends_when_its_client_is_closed(stage_: Stage, scripted
     assert [type(error) for error in errors] == [ServerUnavailable]
 
 
-def test_a_forked_child_cannot_disturb_its_parent_s_connection(stage_: Stage) -> None:
-    stage_.server()
-    child = stage_.script(
+def test_a_forked_child_cannot_disturb_its_parent_s_connection(alone: Stage) -> None:
+    alone.server()
+    child = alone.script(
         f"""
 {CLIENT}
 from vcache_backend.errors import ServerUnavailable

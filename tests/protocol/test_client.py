@@ -14,13 +14,13 @@ from vcache_backend.protocol import messages as m
 KIB = 1 << 10
 
 
-def test_more_keys_than_a_request_may_have_are_sent_in_several(stage_: Stage) -> None:
+def test_more_keys_than_a_request_may_have_are_sent_in_several(alone: Stage) -> None:
     """But the first of them only are pinned, and a reservation has no more slots than it may."""
-    stage_.server()
-    client = stage_.client()
+    alone.server()
+    client = alone.client()
     many = [chunk_key(n, rank) for n in range(m.MAX_KEYS // 2 + 1) for rank in (0, 1)]
     fd = make_memfd(KIB * len(many))
-    stage_.undo.callback(os.close, fd)
+    alone.undo.callback(os.close, fd)
     client.add_segment(info("s" * 64, KIB * len(many)), fd)
     for _ in range(-(-len(many) // m.MAX_SLOTS)):
         reserved = client.reserve(many, KIB)

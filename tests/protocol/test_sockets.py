@@ -82,10 +82,10 @@ print("got", len(peer.recv(1 << 16)), "bytes", flush=True)
 
 
 @OURS
-def test_a_client_sends_nothing_to_another_user_s_server(stage_: Stage) -> None:
-    rogue = stage_.script(ROGUE)
+def test_a_client_sends_nothing_to_another_user_s_server(alone: Stage) -> None:
+    rogue = alone.script(ROGUE)
     rogue.expect("listening")
-    why = refusal(stage_.path)
+    why = refusal(alone.path)
     assert f"uid {NOBODY}" in why
     assert "client.server_uid" in why
     assert "vcache serve" not in why
@@ -112,13 +112,13 @@ def test_other_users_are_let_in_where_the_server_allows_them_and_they_name_its_u
         assert others.wait()[1].count(f" of uid {NOBODY}: uid {NOBODY} may not use") == 2
 
 
-def test_a_client_waits_its_turn_where_others_fill_the_queue(stage_: Stage) -> None:
-    server = stage_.server()
+def test_a_client_waits_its_turn_where_others_fill_the_queue(alone: Stage) -> None:
+    server = alone.server()
     with ThreadPoolExecutor() as pool:
         with server.stopped(), ExitStack() as others:
             with suppress(BlockingIOError):
                 while True:
-                    others.enter_context(Raw(stage_.path, hello=False))
-            made = pool.submit(stage_.client, reconnect=False)
+                    others.enter_context(Raw(alone.path, hello=False))
+            made = pool.submit(alone.client, reconnect=False)
             wait([made], 0.2)
         assert made.result().connected

@@ -87,10 +87,10 @@ def test_a_live_owner_that_gives_its_cache_up_is_unmapped(stage: Stage, reader: 
 # ---- the server comes and goes
 
 
-def test_a_neighbour_outlives_the_server_and_others_are_found_at_the_next(stage_: Stage) -> None:
-    first = stage_.server()
-    one, two = owner(stage_, 1, QUICK), owner(stage_, 2, QUICK)
-    with one, two, closing(Reader(stage_.client(QUICK))) as reader:
+def test_a_neighbour_outlives_the_server_and_others_are_found_at_the_next(alone: Stage) -> None:
+    first = alone.server()
+    one, two = owner(alone, 1, QUICK), owner(alone, 2, QUICK)
+    with one, two, closing(Reader(alone.client(QUICK))) as reader:
         generations = one.ask("write", [1], 11)
         neighbour = reader.there(ONE)
         first.kill()
@@ -99,7 +99,7 @@ def test_a_neighbour_outlives_the_server_and_others_are_found_at_the_next(stage_
         assert read(neighbour, reader.cache, 1) == 11
         assert still(neighbour.view, [1], generations)
         assert mapped(reader.neighbours, TWO) is None
-        stage_.server()
+        alone.server()
         two.ask("write", [1], 12)
         assert read(reader.there(TWO), reader.cache, 1) == 12
         assert reader.neighbours.get(ONE) is neighbour
@@ -229,18 +229,16 @@ def test_a_killed_owners_table_is_forgotten(stage: Stage) -> None:
             os.close(fd)
 
 
-def test_a_hung_server_is_a_miss_for_a_while(
-    stage_: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hung_server_is_a_miss_for_a_while(alone: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vcache_backend.resident.mappings.RETRY_SECONDS", 1000.0)
-    server = stage_.server()
-    with owner(stage_), closing(Tables(client := stage_.client(PATIENT))) as tables:
+    server = alone.server()
+    with owner(alone), closing(Tables(client := alone.client(PATIENT))) as tables:
         # By a call: no heartbeat notices before.
         with hung(server, client):
             assert tables.view(ONE) is None
         eventually(lambda: client.connected)
         assert tables.view(ONE) is None
-        with closing(Tables(stage_.client())) as others:
+        with closing(Tables(alone.client())) as others:
             there(others)
 
 

@@ -123,10 +123,10 @@ def instances(stage: Stage) -> list[InstanceStats]:
 
 
 def test_a_server_that_refuses_a_cache_is_heard_and_asked_again(
-    stage_: Stage, cache: SharedCache, shape: CacheShape, caplog: pytest.LogCaptureFixture
+    alone: Stage, cache: SharedCache, shape: CacheShape, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stage_.server()
-    client, wrong = stage_.client(QUICK), list(cache.regions[:1])
+    alone.server()
+    client, wrong = alone.client(QUICK), list(cache.regions[:1])
     beats: list[int] = []
     client.on_beat.append(lambda: beats.append(1))
     shown = show_cache(client, ONE, 0, shape, wrong)
@@ -135,17 +135,17 @@ def test_a_server_that_refuses_a_cache_is_heard_and_asked_again(
     assert caplog.text.count("this KV cache is not shared in place") == 1
     wrong[:] = cache.regions
     eventually(lambda: shown.trouble == "")
-    assert [one.missing for one in instances(stage_)] == ["its scheduler"]
+    assert [one.missing for one in instances(alone)] == ["its scheduler"]
 
 
-def test_what_was_closed_stays_hidden(stage_: Stage, cache: SharedCache, shape: CacheShape) -> None:
-    first, client = stage_.server(), stage_.client(QUICK)
+def test_what_was_closed_stays_hidden(alone: Stage, cache: SharedCache, shape: CacheShape) -> None:
+    first, client = alone.server(), alone.client(QUICK)
     shown, before = show_cache(client, ONE, 0, shape, cache.regions), client.connections_lost
     shown.close()
     shown.close()
     first.kill()
     eventually(lambda: client.connections_lost > before)
-    stage_.server()
+    alone.server()
     eventually(lambda: client.connected)
     client.stats()
-    assert instances(stage_) == []
+    assert instances(alone) == []

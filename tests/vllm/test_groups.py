@@ -337,9 +337,12 @@ STATES = "cfcf"
 """Layers of the model with states."""
 
 
+WHOLE = [("sfsf", 64, "pool"), ("ssss", 100, "pool"), (STATES, 0, "pool")]
+WHOLE += [("sfsf", 64, "in_place"), (STATES, 0, "in_place")]
+
+
 @needs_vllm
-@pytest.mark.parametrize("share", ["pool", "in_place"])
-@pytest.mark.parametrize(("layers", "window"), [("sfsf", 64), ("ssss", 100), (STATES, 0)])
+@pytest.mark.parametrize(("layers", "window", "share"), WHOLE)
 def test_a_hit_is_equal_to_vllms_own_and_fills_what_it_needs_and_nothing_else(
     here: Node, pairs: Pairs, layers: str, window: int, share: str
 ) -> None:

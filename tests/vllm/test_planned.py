@@ -152,6 +152,5 @@ def test_what_is_published_and_loaded_is_right_whatever_happens(where: Place, mo
     assert seen["held"] > TURNS, seen
 
 
-@pytest.mark.parametrize("model", ["gpt-oss", "mixed"])
-def test_it_is_seen_where_loads_of_changed_blocks_count(where: Place, model: str) -> None:
-    assert caught(where, model, "7")
+def test_it_is_seen_where_loads_of_changed_blocks_count(where: Place) -> None:
+    assert caught(where, "mixed", "7")

@@ -6,31 +6,18 @@ vLLM alone."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
 import vllm_cases
 from processes import eventually
-from vllm_cases import (
-    BLOCK,
-    CHUNK,
-    IN_PLACE,
-    PULL,
-    Node,
-    keep,
-    meddled,
-    new_tokens,
-    stopped_at,
-)
+from vllm_cases import BLOCK, CHUNK, IN_PLACE, Node, keep, new_tokens, stopped_at
 from vllm_models import TOKEN_BYTES
 
 pytestmark = vllm_cases.needs_vllm
 
 MAPPING = "vcache_backend.protocol.client:Client.open_cache"
-STEP_OVER = "vllm.v1.core.sched.scheduler:Scheduler.update_from_output"
-"""Places: a worker asks for another one's KV cache; a step is over,
-and the scheduler learns so."""
+"""A place: a worker asks for another one's KV cache."""
 
 
 @pytest.fixture(scope="module")
@@ -63,25 +50,6 @@ def test_a_hit_is_what_vllms_own_prefix_cache_would_have_given(here: Node) -> No
     (row,) = here.stats().reads
     assert {row.instance, row.reader} == ids, "one instance has read the other"
     assert here.b.counter("vllm:vcache_stored_bytes") == 0
-
-
-def test_a_load_that_ends_beside_a_step_lets_its_request_run_in_the_next_one(here: Node) -> None:
-    """The worker's report of that step was made before, and its next one would come a step later."""
-    before, tokens = new_tokens(CHUNK + 1), new_tokens(3 * CHUNK + 1)
-    keep(here.a, before)
-    assert here.b.one(before).cached == CHUNK, "A's KV cache is mapped"
-    keep(here.a, tokens)
-    here.b.add("beside", new_tokens(40), max_tokens=8)
-    here.b.step(2)
-    here.b.add("load", tokens, max_tokens=1)
-    with stopped_at(here.b, STEP_OVER) as place, meddled(here.b, PULL, "slow", 0.2):
-        here.b.tell("step", 1)
-        eventually(lambda: place.reached)
-        time.sleep(0.3)
-        place.go()
-        assert here.b.answer() == {}
-    assert here.b.step(1)["load"].cached == 3 * CHUNK
-    assert here.b.finish("beside").keys() == {"beside"}
 
 
 def test_the_server_knows_an_instance_before_its_first_request(here: Node) -> None:

@@ -7,11 +7,12 @@ Instance `a` stores what it computes; for everything else an instance of its own
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import vllm_cases
-from vllm_cases import BLOCK, CHUNK, IN_PLACE, TOKEN_BYTES, Answer, Instance, Node, here, new_tokens
+from vllm_cases import BLOCK, CHUNK, TOKEN_BYTES, Answer, Instance, Node, here, new_tokens
 from vllm_models import LAYERS, write_eagle, write_guessed
 
 from vcache_backend.integration import plugin
@@ -119,13 +120,26 @@ def test_a_consumer_loads_and_stores_nothing(here: Node, a: Instance, start: Sta
 # ---- beside other features
 
 
-def test_tokens_guessed_ahead_are_stored_only_if_they_were_right(here: Node, start: Start) -> None:
+@pytest.fixture(scope="module", params=["in_place", "pool"])
+def pair(here: Node, request: pytest.FixtureRequest) -> Iterator[list[Instance]]:
+    """One that guesses tokens ahead, and one that does not."""
+    guesses = {"method": "ngram", "num_speculative_tokens": 12, "prompt_lookup_max": 2}
+    guesses |= {"prompt_lookup_min": 1}
+    settings, told = {"connector": {"share": request.param}}, {"speculative_config": guesses}
+    begun = [(f"guesses-{request.param}", told), (f"reads-{request.param}", {})]
+    with ExitStack() as undo:
+        made = [here.connect(name, settings, UNSEEDED, **more) for name, more in begun]
+        yield [undo.enter_context(one) for one in made]
+
+
+@pytest.mark.parametrize("pair", ["in_place"], indirect=True)
+def test_tokens_guessed_ahead_are_stored_only_if_they_were_right(
+    here: Node, pair: list[Instance]
+) -> None:
     """Speculative decoding: what an answer leaves to others, here to one that guesses nothing, is as
     good as what it leaves in vLLM's own cache.
     """
-    guesses = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
-    guesses |= {"prompt_lookup_min": 1}
-    b, reader = start(IN_PLACE, speculative_config=guesses), start(IN_PLACE)
+    b, reader = pair
     prompt, before = new_tokens(40) * 3 + new_tokens(5), here.chunks()
     rest = 3 * CHUNK + 17 - len(prompt)
     # Of few different tokens some are guessed on any machine.
@@ -140,14 +154,10 @@ def test_tokens_guessed_ahead_are_stored_only_if_they_were_right(here: Node, sta
     assert guessed > b.counter("vllm:spec_decode_num_accepted_tokens") > 0
 
 
-@pytest.mark.parametrize("share", ["in_place", "pool"])
-def test_who_guesses_stores_its_first_turn_alone(here: Node, start: Start, share: str) -> None:
+def test_who_guesses_stores_its_first_turn_alone(pair: list[Instance]) -> None:
     """vLLM takes tokens that it has guessed rightly for computed ones of the next turn, also those
     behind the end of the last turn, where other tokens are now."""
-    guesses = {"method": "ngram", "num_speculative_tokens": 12, "prompt_lookup_max": 2}
-    guesses |= {"prompt_lookup_min": 1}
-    settings = {"connector": {"share": share}}
-    b, reader = start(settings, speculative_config=guesses), start(settings)
+    b, reader = pair
     # It may say one token only: each guess is right, and most are behind the end.
     first, second = new_tokens(20) + [3] * 20, new_tokens(LENGTH)
     said = b.ask("turn", vllm_cases.Prompt(first, max_tokens=4, among=1))

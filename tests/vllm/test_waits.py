@@ -20,29 +20,20 @@ from vllm.v1.request import Request, RequestStatus
 
 from vcache_backend.integration.vllm import lookups, waits
 from vcache_backend.integration.vllm.requests import FAILED, LATE, Answer, Wait
-from vcache_backend.integration.vllm.waits import (
-    LAST_SECONDS,
-    LONGEST_CHUNK_SECONDS,
-    SLACK_SECONDS,
-    STATE_SECONDS,
-    UNKNOWN_CHUNK_SECONDS,
-    Asked,
-    LookupDecision,
-    LookupResult,
-    Rules,
-    decide,
-)
+from vcache_backend.integration.vllm.waits import Asked, LookupDecision, LookupResult, Rules, decide
 from vcache_backend.protocol.client import Client
 from vcache_backend.protocol.messages import QUEUED_SECONDS, Coming, Promise
 
 __all__ = ["engine", "here", "make"]
 pytestmark = needs_vllm
 NOW, SIZE, WHOLE = 1000.0, 10, 8
+SLACK, LAST, STATE = waits.SLACK_SECONDS, waits.LAST_SECONDS, waits.STATE_SECONDS
+UNKNOWN, LONGEST = waits.UNKNOWN_CHUNK_SECONDS, waits.LONGEST_CHUNK_SECONDS
 RULES = Rules(SIZE, least=SIZE, wait_factor=1.5, opens=False, states=False)
 ASKED = Asked(
     local=0, most=WHOLE * SIZE - 1, chunks=WHOLE, wait_seconds=None, may_wait=True, wait=None
 )
-BOUND = 1.5 * 6 * 0.5 + SLACK_SECONDS
+BOUND = 1.5 * 6 * 0.5 + SLACK
 """Of the wait for 6 chunks, of 0.5 s each, behind 2 chunks that are there."""
 WAITS = Wait(NOW, BOUND, began=2, target=WHOLE, promised=True)
 
@@ -67,7 +58,12 @@ class Case(NamedTuple):
 
 
 def waiting(bound: float, began: int = 2, target: int = WHOLE, promised: bool = True) -> Any:
-    return LookupDecision(LookupResult.AGAIN, wait=Wait(NOW, bound, began, target, promised))
+    return still(Wait(NOW, bound, began, target, promised))
+
+
+def still(wait: Wait) -> LookupDecision:
+    """It goes on to wait."""
+    return LookupDecision(LookupResult.AGAIN, wait=wait)
 
 
 def hit(tokens: int, end: str = "") -> LookupDecision:
@@ -81,7 +77,10 @@ def miss(end: str = "") -> LookupDecision:
 ALREADY = {"may_wait": False, "wait": WAITS}
 ANNOUNCED = {"wait_seconds": 30.0}
 UNPROMISED = {**ANNOUNCED, "may_wait": False, "wait": Wait(NOW, 30.0, 0, WHOLE, promised=False)}
-STATES = {"states": True}
+STATES, OPENS = {"states": True}, {"opens": True}
+GONE = {"wait": replace(WAITS, gone=NOW)}
+NOBODY = UNPROMISED["wait"]
+BEGUN = replace(NOBODY, promised=True)
 
 ONCE = {
     "nothing is there": Case(answer(0), miss()),
@@ -95,22 +94,14 @@ ONCE = {
     "a late answer": Case(LATE, waits.AGAIN),
     "another computes the rest": Case(answer(2, coming=6), waiting(BOUND)),
     "and more than that": Case(answer(2, coming=99), waiting(BOUND)),
-    "another computes a part of it": Case(
-        answer(2, coming=1), waiting(0.75 + SLACK_SECONDS, target=3)
-    ),
+    "another computes a part of it": Case(answer(2, coming=1), waiting(0.75 + SLACK, target=3)),
     "of which too little can be loaded": Case(answer(0, coming=1), miss(), rules={"least": 11}),
-    "it does not say how fast it is": Case(
-        answer(2, coming=6, chunk_seconds=0), waiting(9 * UNKNOWN_CHUNK_SECONDS + SLACK_SECONDS)
-    ),
-    "a chunk takes it an hour": Case(
-        answer(2, coming=6, chunk_seconds=3600), waiting(9 * LONGEST_CHUNK_SECONDS + SLACK_SECONDS)
-    ),
+    "it does not say how fast it is": Case(answer(2, 6, 0, 0), waiting(9 * UNKNOWN + SLACK)),
+    "a chunk takes it an hour": Case(answer(2, 6, 0, 3600), waiting(9 * LONGEST + SLACK)),
     "it makes no progress": Case(answer(2, coming=6, quiet=BOUND + 0.1), hit(20)),
     "too many wait": Case(answer(2, coming=6), hit(20), asked={"may_wait": False}),
     "nobody is to wait": Case(answer(2, coming=6), hit(20), rules={"wait_factor": 0}),
-    "announced, and nobody has begun": Case(
-        answer(0), waiting(30.0, began=0, promised=False), asked=ANNOUNCED
-    ),
+    "announced, and nobody has begun": Case(answer(0), still(NOBODY), asked=ANNOUNCED),
     "announced, and slow": Case(answer(2, coming=6, quiet=29), waiting(30.0), asked=ANNOUNCED),
     "announced, and stopped": Case(answer(2, coming=6, quiet=31), hit(20), asked=ANNOUNCED),
     "announced, and all is there": Case(answer(WHOLE), hit(79), asked=ANNOUNCED),
@@ -120,9 +111,7 @@ ONCE = {
 AGAIN = {
     "it has come": Case(answer(WHOLE), hit(79, "kept")),
     "it has come at the last moment": Case(answer(WHOLE), hit(79, "kept"), later=BOUND + 1),
-    "it goes on": Case(
-        answer(4, coming=4), LookupDecision(LookupResult.AGAIN, wait=WAITS), later=BOUND
-    ),
+    "it goes on": Case(answer(4, coming=4), still(WAITS), BOUND),
     "it takes too long": Case(answer(4, coming=4), hit(40, "late"), later=BOUND + 0.1),
     "it has stopped": Case(answer(4, coming=4, quiet=BOUND + 0.1), hit(40, "silent")),
     "it was given up": Case(answer(4), hit(40, "withdrawn")),
@@ -130,51 +119,24 @@ AGAIN = {
     "the server is gone": Case(FAILED, miss("withdrawn")),
     "the server is gone, and nobody had begun": Case(FAILED, miss("withdrawn"), asked=UNPROMISED),
     "the server is slow": Case(LATE, waits.AGAIN, later=BOUND),
-    "the server is stopped": Case(LATE, miss("late"), later=BOUND + LAST_SECONDS + 0.1),
-    "the state may still come": Case(
-        answer(4), LookupDecision(LookupResult.AGAIN, wait=replace(WAITS, gone=NOW)), rules=STATES
-    ),
-    "it came behind the chunks": Case(
-        answer(4),
-        hit(40, "kept"),
-        later=STATE_SECONDS,
-        rules=STATES,
-        asked={"wait": replace(WAITS, gone=NOW)},
-    ),
-    "no state came": Case(
-        answer(2),
-        hit(20, "withdrawn"),
-        later=STATE_SECONDS,
-        rules=STATES,
-        asked={"wait": replace(WAITS, gone=NOW)},
-    ),
-    "it is promised again": Case(
-        answer(2, coming=6),
-        LookupDecision(LookupResult.AGAIN, wait=WAITS),
-        rules=STATES,
-        asked={"wait": replace(WAITS, gone=NOW)},
-    ),
-    "nobody has begun yet": Case(
-        answer(0),
-        LookupDecision(LookupResult.AGAIN, wait=UNPROMISED["wait"]),
-        later=29,
-        asked=UNPROMISED,
-    ),
-    "somebody has begun": Case(
-        answer(0, coming=1),
-        LookupDecision(LookupResult.AGAIN, wait=replace(UNPROMISED["wait"], promised=True)),
-        asked=UNPROMISED,
-    ),
+    "the server is stopped": Case(LATE, miss("late"), later=BOUND + LAST + 0.1),
+    "the state may still come": Case(answer(4), still(GONE["wait"]), rules=STATES),
+    "it came behind the chunks": Case(answer(4), hit(40, "kept"), STATE, STATES, GONE),
+    "no state came": Case(answer(2), hit(20, "withdrawn"), STATE, STATES, GONE),
+    "it is promised again": Case(answer(2, coming=6), still(WAITS), rules=STATES, asked=GONE),
+    "nobody has begun yet": Case(answer(0), still(NOBODY), 29, asked=UNPROMISED),
+    "somebody has begun": Case(answer(0, coming=1), still(BEGUN), asked=UNPROMISED),
     "nobody has begun at all": Case(answer(0), miss("late"), later=31, asked=UNPROMISED),
 }
 
 
-OPENS = {"opens": True}
-QUIET = 1.5 * WHOLE * 0.5 + SLACK_SECONDS
+QUIET = 1.5 * WHOLE * 0.5 + SLACK
 """How long the owner of an open load's chunks may make no progress."""
-HALF = 1.5 * 4 * 0.5 + SLACK_SECONDS
+HALF = 1.5 * 4 * 0.5 + SLACK
 """The bound of the wait for 4 chunks behind 4 that are there."""
 SECOND = {**ALREADY, "wait": Wait(NOW, HALF, 4, WHOLE, True, None, 4, QUIET), "loads": True}
+LONGER = {**SECOND, "wait": replace(SECOND["wait"], bound=60.0)}
+LOCAL = {"local": 20}
 QUEUED = replace(answer(4), coming=Coming(4, False, 0.0, 0.5), comes_to=WHOLE)
 
 
@@ -186,73 +148,51 @@ def opened(came: int, bound: float = HALF, began: int = 4, tokens: int = 79) -> 
 
 def asking(chunk: int | None, bound: float, began: int, promised: bool = True) -> LookupDecision:
     """Wait, and ask for this chunk alone."""
-    return LookupDecision(
-        LookupResult.AGAIN, wait=Wait(NOW, bound, began, WHOLE, promised, None, chunk)
-    )
+    return still(Wait(NOW, bound, began, WHOLE, promised, None, chunk))
 
 
+ALL_OR_NONE = asking(None, 30.0, 4)
 OPEN = {
     "half of it is there": Case(answer(4, coming=4), opened(4)),
-    "half of what vLLM lacks": Case(
-        answer(5, coming=3), opened(5, 2.25 + SLACK_SECONDS, 5, 59), asked={"local": 20}
-    ),
+    "half of what vLLM lacks": Case(answer(5, 3), opened(5, 2.25 + SLACK, 5, 59), asked=LOCAL),
     "less than half": Case(answer(2, coming=6), asking(3, BOUND, 2)),
     "less than half of what vLLM lacks": Case(
-        answer(4, coming=4), asking(5, HALF, 4), asked={"local": 40}
+        answer(4, 4), asking(5, HALF, 4), asked={"local": 40}
     ),
-    "half of it in a pool": Case(
-        replace(answer(4, coming=4), by_chunks=True), asking(None, HALF, 4)
-    ),
+    "half of it in a pool": Case(replace(answer(4, 4), by_chunks=True), asking(None, HALF, 4)),
     "the rest is queued": Case(QUEUED, asking(None, HALF, 4)),
-    "the owner makes no progress": Case(
-        answer(4, coming=4, quiet=QUIET + 0.1), asking(None, 30.0, 4), asked=ANNOUNCED
-    ),
-    "another computes a part of the rest": Case(
-        answer(4, coming=2), asking(None, 30.0, 4), asked=ANNOUNCED
-    ),
+    "the owner makes no progress": Case(answer(4, 4, QUIET + 0.1), ALL_OR_NONE, asked=ANNOUNCED),
+    "another computes a part of the rest": Case(answer(4, 2), ALL_OR_NONE, asked=ANNOUNCED),
     "announced": Case(answer(4, coming=4), opened(4, 30.0), asked=ANNOUNCED),
-    "announced, and nobody has begun": Case(
-        answer(0), asking(3, 30.0, 0, promised=False), asked=ANNOUNCED
-    ),
+    "announced, and nobody has begun": Case(answer(0), asking(3, 30, 0, False), asked=ANNOUNCED),
     "while it waits": Case(answer(5, coming=3), opened(5, BOUND, 2), asked=ALREADY),
     "it goes on": Case(answer(6, coming=2), opened(6), asked=SECOND),
-    "nothing more has come": Case(
-        answer(4, coming=4), LookupDecision(LookupResult.AGAIN, wait=SECOND["wait"]), asked=SECOND
-    ),
+    "nothing more has come": Case(answer(4, 4), still(SECOND["wait"]), asked=SECOND),
     "all has come": Case(answer(WHOLE), hit(79, "kept"), asked=SECOND),
-    "all has come after a reset": Case(
-        replace(answer(WHOLE), epoch=1), miss("withdrawn"), asked=SECOND
-    ),
-    "the owner has stopped": Case(
-        answer(6, coming=2, quiet=QUIET + 0.1),
-        hit(60, "silent"),
-        asked={**SECOND, "wait": replace(SECOND["wait"], bound=60.0)},
-    ),
+    "but after a reset": Case(replace(answer(WHOLE), epoch=1), miss("withdrawn"), asked=SECOND),
+    "the owner has stopped": Case(answer(6, 2, QUIET + 0.1), hit(60, "silent"), asked=LONGER),
     "the rest was given up": Case(answer(6), hit(60, "withdrawn"), asked=SECOND),
     "the server is gone": Case(FAILED, miss("withdrawn"), asked=SECOND),
     "it takes too long": Case(answer(6, coming=2), hit(60, "late"), later=HALF + 0.1, asked=SECOND),
 }
 
 
-@pytest.mark.parametrize("case", OPEN.values(), ids=OPEN)
-def test_an_open_load(case: Case) -> None:
-    rules = OPENS | case.rules
-    assert _decided(case._replace(rules=rules), {}) == case.decided
+TABLES = {"first": (ONCE, {}, {}), "waits": (AGAIN, {}, ALREADY), "open": (OPEN, OPENS, {})}
+EVERY = [
+    (f"{at}: {name}", case, *more)
+    for at, (it, *more) in TABLES.items()
+    for name, case in it.items()
+]
 
 
-@pytest.mark.parametrize("case", ONCE.values(), ids=ONCE)
-def test_a_first_answer(case: Case) -> None:
-    assert _decided(case, {}) == case.decided
-
-
-@pytest.mark.parametrize("case", AGAIN.values(), ids=AGAIN)
-def test_an_answer_to_a_request_that_waits(case: Case) -> None:
-    assert _decided(case, ALREADY) == case.decided
-
-
-def _decided(case: Case, state: dict[str, Any]) -> LookupDecision:
+@pytest.mark.parametrize(
+    ("case", "rules", "state"), [row[1:] for row in EVERY], ids=[row[0] for row in EVERY]
+)
+def test_what_an_answer_means(case: Case, rules: dict[str, Any], state: dict[str, Any]) -> None:
+    """A first one; one to a request that waits; of an open load."""
     asked = replace(ASKED, **state | case.asked)
-    return decide(RULES._replace(**case.rules), asked, case.answer, NOW + case.later)
+    given = RULES._replace(**rules | case.rules)
+    assert decide(given, asked, case.answer, NOW + case.later) == case.decided
 
 
 @pytest.mark.parametrize(
