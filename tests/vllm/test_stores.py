@@ -124,6 +124,8 @@ def test_what_a_reset_has_made_old_is_not_stored(worker: Worker, here: Node) -> 
     with here.client() as client:
         client.clear(new.namespace, reset=True)
         epoch = client.present(new.keys).epoch
+    for end in worker.copier.ends:
+        end.set()
     for other in (0, epoch - 2):
         worker.stores.start(worker.attached, [StoreSpec(new, [5, 6], other)])
     assert len(worker.copier.ends) == 2
