@@ -210,7 +210,9 @@ class InstanceContext:
             client.on_reply = self.publications.hear
             Standing(client, self._join, "vcache: others cannot read this instance's KV cache")
         else:
+            # Not every request asks the server for something that says it.
             client.on_return.append(self._hear)
+            client.on_beat.append(self._hear)
             self._hear()
         if trouble := client.trouble:
             log.warning("vcache: %s; until it answers nothing is cached", trouble)

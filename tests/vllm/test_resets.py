@@ -73,6 +73,21 @@ def test_an_instance_that_asks_for_nothing_knows_of_earlier_resets(make: Make) -
         assert client.reserve(spec.chunks.keys, 1024).epoch == spec.epoch > 0
 
 
+def test_an_instance_that_asks_for_nothing_hears_of_later_resets(engine: Engine) -> None:
+    """Nothing is asked for prompts of less than a chunk, but their answers are stored."""
+    engine.step()
+    prefix = engine.half.context.prefix
+    with engine.here.client() as client:
+        client.clear(prefix, reset=True)
+        epoch = client.present([ChunkKey(prefix + bytes(18))]).epoch
+    eventually(lambda: engine.half.context.epoch == epoch)
+    engine.add(new_tokens(3), max_tokens=2 * CHUNK)
+    while not engine.step().stores:
+        pass
+    (spec,) = engine.metas[-1].stores
+    assert spec.epoch == epoch
+
+
 def test_a_reset_without_a_server_is_made_once_there_is_one(
     tmp_path: Path,
 ) -> None:
