@@ -157,7 +157,8 @@ class Pair(Comparison):
         wrong = Counter(filter(None, found))
         more = "; ".join(f"{count} {how}" for how, count in wrong.most_common(3))
         more = more or f"{some} of {len(found)} prompts hit something"
-        return shown(what, found.count("") if 2 * some > len(found) else 0, len(found), more)
+        compared = len(found) - found.count(None)
+        return shown(what, found.count("") if 2 * some > len(found) else 0, compared, more)
 
     def _flip(self) -> Finding:
         """Change bytes in the writer's blocks, and change them back. In place the reader's answer

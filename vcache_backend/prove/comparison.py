@@ -115,11 +115,12 @@ class Comparison:
             got = self.reader.answer(SECONDS)
         return expected, got
 
-    def differences(self, hits: Iterable[Hit]) -> tuple[list[str], int]:
-        """How each hit's answer differs, see `difference`; and how many hit something. If few do,
-        it says nothing."""
+    def differences(self, hits: Iterable[Hit]) -> tuple[list[str | None], int]:
+        """How each hit's answer differs, see `difference`; None if it does not, but nothing was
+        cached. And how many hit something. If few do, it says nothing."""
         answers = [self.both(hit) for hit in hits]
-        return [difference(*each) for each in answers], sum(own["cached"] > 0 for own, _ in answers)
+        how = [difference(*each) or ("" if each[0]["cached"] else None) for each in answers]
+        return how, sum(own["cached"] > 0 for own, _ in answers)
 
     def flips(self, hit: Hit, command: str = "flip", **where: Any) -> Iterator[dict[str, Any]]:
         """The reader's answer once bytes in all of the writer's blocks are changed, and once they

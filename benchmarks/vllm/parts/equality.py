@@ -79,7 +79,7 @@ def equal(run: Run, hits: Sequence[Hit] = ()) -> list[Row]:
     what += f"; wrong: {dict(wrong)}" if wrong else ""
     early = len(how) < len(hits) and not wrong
     what += f"; the time was up after {len(how)} of {len(hits)} prompts" if early else ""
-    good = [*(not each for each in how), 2 * some > len(how)]
+    good = [*(not each for each in how if each is not None), 2 * some > len(how)]
     row = fraction(run.case("equal"), good, what)
     # Too few do not say that all are equal.
     return [msgspec.structs.replace(row, ok=None) if early else row]
