@@ -155,7 +155,7 @@ class Answers:
     def send(self, command: str, **asked: Any) -> None: ...
 
     def answer(self, seconds: float = 0.0) -> Any:
-        return {"tokens": [1], "logprobs": [], "cached": next(self._cached)}
+        return {"tokens": [1], "logprobs": [[(1, -0.25)]], "cached": next(self._cached)}
 
     def ask(self, command: str, seconds: float = 0.0, **asked: Any) -> Any:
         return self.answer() if "extra_args" in asked else None
@@ -180,3 +180,20 @@ def test_what_neither_has_cached_is_no_right_hit(
     Comparison.__init__(made, writer, reader, writer, 1)
     row = made._compare("hits")
     assert (row.status, row.detail) == (status, said)
+
+
+class Misplaced(Answers):
+    """One that has loaded the right blocks, but each in another's place."""
+
+    def ask(self, command: str, seconds: float = 0.0, **asked: Any) -> Any:
+        return {"tokens": [1], "logprobs": [[(1, -0.5)]], "cached": 64}
+
+
+def test_a_right_answer_is_no_right_hit_if_the_reader_has_a_beginning_wrong() -> None:
+    """Attention adds up in any order: where blocks lie shows only in a prompt that ends between."""
+    hit, writer = Prompts(1 << 30, 16, 16).whole(128), Answers(64)
+    answers: Any = Answers(64), Misplaced(64)
+    for reader, right in zip(answers, (True, False), strict=True):
+        made: Any = Comparison
+        (how,), some = made(writer, reader, writer, 1, cuts=True).differences([hit])
+        assert (how == "", some) == (right, 1)

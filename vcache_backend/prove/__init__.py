@@ -104,7 +104,7 @@ class Pair(Comparison):
             tell(f"{child.name} starts")
             child.answer(600.0)
         writer, reader = children
-        super().__init__(writer, reader, writer, ANSWER)
+        super().__init__(writer, reader, writer, ANSWER, cuts=not settings.model)
         what, words, block = writer.ask("facts", share=settings.share)
         self._prompts = Prompts(words, block if self._in_place else CHUNK, block)
         self._room = self._longest - 2 * ANSWER - block

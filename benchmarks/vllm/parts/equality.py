@@ -40,7 +40,7 @@ class Trio(Comparison):
     def __init__(self, run: Run) -> None:
         self._run = run
         a, b, alone = map(run.instance, ("a", "b", "alone"))
-        super().__init__(a, b, alone, run.scale.answer)
+        super().__init__(a, b, alone, run.scale.answer, cuts=not run.kind)
 
     def compute(self, hit: Hit) -> None:
         for prompt in hit.first:
