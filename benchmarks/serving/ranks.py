@@ -62,7 +62,7 @@ def equal(case: str, port: int, count: int, prompts: Prompts, longest: int) -> l
     for reader in ranks[1:]:
         hits = prompts.hits({longest // 2: EACH, longest: EACH})
         how, some = Comparison(ranks[0], reader, ranks[0], ANSWER).differences(hits)
-        right += [not each and some == len(hits) for each in how]
+        right += [each == "" and some == len(hits) for each in how]
     said = f"prompts of {longest // 4} to {longest} tokens"
     return [
         fraction(f"{case}_ranks_agree", agree, f"{said} that all ranks compute alike"),

@@ -59,6 +59,8 @@ class InstanceContext:
     """The namespace's epoch in the server's last answer, for what is stored in a pool. In place
     `Publications.epoch` counts."""
     _wait_until: float | None = None
+    _not_cleared = ""
+    """Why the last reset was not made; empty if it was."""
 
     def __init__(
         self, vllm_config: Any, kv_cache_config: Any, decision: Plan, loads: bool, stores: bool
@@ -210,7 +212,9 @@ class InstanceContext:
             client.on_reply = self.publications.hear
             Standing(client, self._join, "vcache: others cannot read this instance's KV cache")
         else:
+            # Not every request asks the server for something that says it.
             client.on_return.append(self._hear)
+            client.on_beat.append(self._hear)
             self._hear()
         if trouble := client.trouble:
             log.warning("vcache: %s; until it answers nothing is cached", trouble)
@@ -229,7 +233,7 @@ class InstanceContext:
 
     def clear(self) -> bool:
         """Reset the namespace: no chunk, pooled or offloaded, is found again. Also True for a
-        refused instance.
+        refused instance. Asked again in each step, it logs a cause once.
 
         False if the server did not answer, or before the first step, when the namespace is unknown.
         """
@@ -238,8 +242,11 @@ class InstanceContext:
         try:
             self.client.clear(self.prefix, reset=True)
         except VCacheError as error:
-            log.warning("the pool was not cleared, so nothing is read from it: %s", error)
+            if str(error) != self._not_cleared:
+                log.warning("the pool was not cleared, so nothing is read from it: %s", error)
+            self._not_cleared = str(error)
             return False
+        self._not_cleared = ""
         self._hear()
         return True
 

@@ -11,7 +11,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import takewhile
+from itertools import cycle, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from vllm_cases import home
 
 from vcache_backend import cli, prove
 from vcache_backend.errors import VCacheError
-from vcache_backend.prove import Settings
-from vcache_backend.prove.comparison import Prompts, difference
+from vcache_backend.prove import Pair, Settings
+from vcache_backend.prove.comparison import Comparison, Prompts, difference
 
 needs_vllm = vllm_cases.needs_vllm
 
@@ -144,3 +144,56 @@ def test_an_answer_is_right_only_with_the_same_bits_after_a_hit_of_the_same_leng
     for tokens, said in ([1, 3], "equal"), ([1, 4], "differ"):
         other = {**right, "tokens": tokens, "logprobs": [steps[0], [(3, -0.2500001)]]}
         assert difference(right, other) == f"differs from step 1 on; tokens {said}"
+
+
+class Answers:
+    """An instance that has so many tokens of the next prompts cached, over and over."""
+
+    def __init__(self, *cached: int) -> None:
+        self._cached = cycle(cached)
+
+    def send(self, command: str, **asked: Any) -> None: ...
+
+    def answer(self, seconds: float = 0.0) -> Any:
+        return {"tokens": [1], "logprobs": [[(1, -0.25)]], "cached": next(self._cached)}
+
+    def ask(self, command: str, seconds: float = 0.0, **asked: Any) -> Any:
+        return self.answer() if "extra_args" in asked else None
+
+
+@pytest.mark.parametrize(
+    ("cached", "reads", "status", "said"),
+    [
+        ([64, 64, 0], [64, 64, 0], "ok", "24 of 24: 24 of 36 prompts hit something"),
+        ([64, 64, 0], [64, 64, 64], "fail", "24 of 36: 12 64 tokens cached where 0 were due"),
+        ([64, 0, 0], [64, 0, 0], "fail", "0 of 12: 12 of 36 prompts hit something"),
+        ([0], [0], "fail", "0 of 0: 0 of 36 prompts hit something"),
+    ],
+)
+def test_what_neither_has_cached_is_no_right_hit(
+    cached: list[int], reads: list[int], status: str, said: str
+) -> None:
+    made: Any = object.__new__(Pair)
+    made._tell, made._room, made._prompts = (lambda _: None), 512, Prompts(1 << 30, 16, 16)
+    writer: Any = Answers(*cached)
+    reader: Any = Answers(*reads)
+    Comparison.__init__(made, writer, reader, writer, 1)
+    row = made._compare("hits")
+    assert (row.status, row.detail) == (status, said)
+
+
+class Misplaced(Answers):
+    """One that has loaded the right blocks, but each in another's place."""
+
+    def ask(self, command: str, seconds: float = 0.0, **asked: Any) -> Any:
+        return {"tokens": [1], "logprobs": [[(1, -0.5)]], "cached": 64}
+
+
+def test_a_right_answer_is_no_right_hit_if_the_reader_has_a_beginning_wrong() -> None:
+    """Attention adds up in any order: where blocks lie shows only in a prompt that ends between."""
+    hit, writer = Prompts(1 << 30, 16, 16).whole(128), Answers(64)
+    answers: Any = Answers(64), Misplaced(64)
+    for reader, right in zip(answers, (True, False), strict=True):
+        made: Any = Comparison
+        (how,), some = made(writer, reader, writer, 1, cuts=True).differences([hit])
+        assert (how == "", some) == (right, 1)

@@ -23,6 +23,8 @@ from vllm_cases import needs_vllm
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")
 
 
+from vcache_backend.integration.vllm import instance
+from vcache_backend.integration.vllm.metadata import WorkerReport
 from vcache_backend.protocol.messages import ChunkKey
 
 __all__ = ["engine", "here", "make"]
@@ -73,16 +75,38 @@ def test_an_instance_that_asks_for_nothing_knows_of_earlier_resets(make: Make) -
         assert client.reserve(spec.chunks.keys, 1024).epoch == spec.epoch > 0
 
 
+def test_an_instance_that_asks_for_nothing_hears_of_later_resets(engine: Engine) -> None:
+    """Nothing is asked for prompts of less than a chunk, but their answers are stored."""
+    engine.step()
+    prefix = engine.half.context.prefix
+    with engine.here.client() as client:
+        client.clear(prefix, reset=True)
+        epoch = client.present([ChunkKey(prefix + bytes(18))]).epoch
+    eventually(lambda: engine.half.context.epoch == epoch)
+    engine.add(new_tokens(3), max_tokens=2 * CHUNK)
+    while not engine.step().stores:
+        pass
+    (spec,) = engine.metas[-1].stores
+    assert spec.epoch == epoch
+
+
 def test_a_reset_without_a_server_is_made_once_there_is_one(
-    tmp_path: Path,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then nothing is looked up."""
+    """Until then nothing is looked up. Each step tries, and each cause is said once."""
     with scheduling(tmp_path) as here, engines(here) as make:
         engine = make(share="pool")
+        monkeypatch.setattr(instance.log, "handlers", [caplog.handler])
+        monkeypatch.setattr(instance.log, "propagate", False)
         engine.step()
         here.server.kill()
         assert not engine.scheduler.connector.reset_cache()
         assert engine.half.resets.clearing
+        engine.add(new_tokens(3), max_tokens=CHUNK)
+        for _ in range(8):
+            engine.step(kv_connector_worker_meta=WorkerReport())
+        said = [line for line in caplog.messages if "the pool was not cleared" in line]
+        assert 1 <= len(said) == len({*said})
         here.serve()
         client = engine.half.context.client
         eventually(lambda: client.connected)

@@ -104,7 +104,7 @@ class Pair(Comparison):
             tell(f"{child.name} starts")
             child.answer(600.0)
         writer, reader = children
-        super().__init__(writer, reader, writer, ANSWER)
+        super().__init__(writer, reader, writer, ANSWER, cuts=not settings.model)
         what, words, block = writer.ask("facts", share=settings.share)
         self._prompts = Prompts(words, block if self._in_place else CHUNK, block)
         self._room = self._longest - 2 * ANSWER - block
@@ -157,7 +157,8 @@ class Pair(Comparison):
         wrong = Counter(filter(None, found))
         more = "; ".join(f"{count} {how}" for how, count in wrong.most_common(3))
         more = more or f"{some} of {len(found)} prompts hit something"
-        return shown(what, found.count("") if 2 * some > len(found) else 0, len(found), more)
+        compared = len(found) - found.count(None)
+        return shown(what, found.count("") if 2 * some > len(found) else 0, compared, more)
 
     def _flip(self) -> Finding:
         """Change bytes in the writer's blocks, and change them back. In place the reader's answer

@@ -86,9 +86,13 @@ class Comparison:
     """`writer` computes prompts, and `reader`, whose blocks hold other prompts' KV, hits them. It
     must answer as `reference` does from vLLM's own prefix cache. This may be the writer."""
 
-    def __init__(self, writer: Child, reader: Child, reference: Child, answer: int) -> None:
-        """answer: tokens of each. All methods raise ChildFailed."""
+    def __init__(
+        self, writer: Child, reader: Child, reference: Child, answer: int, cuts: bool = False
+    ) -> None:
+        """answer: tokens of each. cuts: ask for a beginning of each hit, too, of any length: for
+        models with one block table. All methods raise ChildFailed."""
         self.writer, self.reader, self.reference, self.answer = writer, reader, reference, answer
+        self._cuts, self._random = cuts, random.Random(0)
 
     def soil(self, prompts: Prompts, tokens: int, longest: int) -> None:
         """Fill the reader's blocks with so many tokens of prompts that nobody asks for again."""
@@ -115,11 +119,28 @@ class Comparison:
             got = self.reader.answer(SECONDS)
         return expected, got
 
-    def differences(self, hits: Iterable[Hit]) -> tuple[list[str], int]:
-        """How each hit's answer differs, see `difference`; and how many hit something. If few do,
-        it says nothing."""
-        answers = [self.both(hit) for hit in hits]
-        return [difference(*each) for each in answers], sum(own["cached"] > 0 for own, _ in answers)
+    def differences(self, hits: Iterable[Hit]) -> tuple[list[str | None], int]:
+        """How each hit's answer differs, see `difference`; None if it does not, but nothing was
+        cached. And how many hit something. If few do, it says nothing."""
+        found, some = list[str | None](), 0
+        for hit in hits:
+            expected, got = self.both(hit)
+            how, cached = difference(expected, got), expected["cached"]
+            if cached and self._cuts:
+                how = how or self.cut(hit, cached)
+            found.append(how or ("" if cached else None))
+            some += cached > 0
+        return found, some
+
+    def cut(self, hit: Hit, cached: int) -> str:
+        """How the reader's answer to a beginning of a hit differs, which its own prefix cache has
+        now. Of loaded blocks in each other's place the whole prompt's answer says next to nothing:
+        their keys have their positions, and attention adds up in any order."""
+        prompt = hit.then[: self._random.randint(1, cached)]
+        both = self.reference, self.reader
+        expected, got = (ask(child, prompt, 1, extra_args=OWN) for child in both)
+        how = difference(expected, got) if got["cached"] == expected["cached"] else ""
+        return how and f"its first {len(prompt)} tokens: {how}"
 
     def flips(self, hit: Hit, command: str = "flip", **where: Any) -> Iterator[dict[str, Any]]:
         """The reader's answer once bytes in all of the writer's blocks are changed, and once they

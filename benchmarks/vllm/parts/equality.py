@@ -40,7 +40,7 @@ class Trio(Comparison):
     def __init__(self, run: Run) -> None:
         self._run = run
         a, b, alone = map(run.instance, ("a", "b", "alone"))
-        super().__init__(a, b, alone, run.scale.answer)
+        super().__init__(a, b, alone, run.scale.answer, cuts=not run.kind)
 
     def compute(self, hit: Hit) -> None:
         for prompt in hit.first:
@@ -79,7 +79,7 @@ def equal(run: Run, hits: Sequence[Hit] = ()) -> list[Row]:
     what += f"; wrong: {dict(wrong)}" if wrong else ""
     early = len(how) < len(hits) and not wrong
     what += f"; the time was up after {len(how)} of {len(hits)} prompts" if early else ""
-    good = [*(not each for each in how), 2 * some > len(how)]
+    good = [*(not each for each in how if each is not None), 2 * some > len(how)]
     row = fraction(run.case("equal"), good, what)
     # Too few do not say that all are equal.
     return [msgspec.structs.replace(row, ok=None) if early else row]
