@@ -129,6 +129,7 @@ def test_what_a_reset_has_made_old_is_not_stored(worker: Worker, here: Node) -> 
     for other in (0, epoch - 2):
         worker.stores.start(worker.attached, [StoreSpec(new, [5, 6], other)])
     assert len(worker.copier.ends) == 2
+    assert worker.session.stats.counted("not_stored_")["outdated"] == 2
 
     def stored() -> bool:
         worker.stores.start(worker.attached, [StoreSpec(new, [5, 6], epoch)])

@@ -30,7 +30,7 @@ TIMES = (
     *("offload_lookup", "offload_put"),
 )
 """Names of latencies: whole calls, their parts, the offload tier. A put is one batch."""
-NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", "late", "changed")
+NOT_STORED = ("exists", "busy", "full", "no_slot", "backlog", "late", "changed", "outdated")
 NOT_OFFLOADED = ("backlog", "down", "gone", "full", "failed")
 """The reasons why a chunk is not stored, or not written to the offload tier."""
 

@@ -135,7 +135,8 @@ def store(
     with stats.timed("reserve"):
         reserved = session.client.reserve([keys[chunk] for chunk in chunks], nbytes)
     if computed_in not in (None, reserved.epoch):
-        # A reset came in between: these chunks are outdated.
+        # A reset came in between.
+        stats.count(not_stored_outdated=len(chunks))
         if reserved.reservation:
             give_back(session, reserved.reservation)
         return None
