@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -92,4 +94,18 @@ def test_a_full_disk_leaves_the_earlier_proof(kept: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(VCacheError, match="No space left on device"):
         proofs.write(Proof(combination=MADE, date="2026-12-01", model=""))
+    assert (proofs.believed(), [*kept.parent.iterdir()]) == ([PROOF], [kept])
+
+
+def test_a_disk_that_becomes_full_in_the_middle_leaves_it_too(kept: Path) -> None:
+    """It takes a part, and refuses the rest only when it is asked again."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+    try:
+        with pytest.raises(VCacheError, match="cannot be kept"):
+            proofs.write(Proof(combination=MADE, date="2026-12-01", model=""))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
     assert (proofs.believed(), [*kept.parent.iterdir()]) == ([PROOF], [kept])

@@ -96,9 +96,10 @@ def write(proof: Proof) -> Path:
         folder = state_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".") as made:
-            with Path(made, "proof").open("wb", 0) as file:
+            with Path(made, "proof").open("wb") as file:
                 os.fchmod(file.fileno(), 0o600)
                 file.write(msgspec.json.format(msgspec.json.encode(proof)))
+                file.flush()  # or fails: without a buffer a full disk would cut the file
                 os.fsync(file.fileno())
             os.replace(file.name, folder / f"{name}.json")
     except OSError as error:

@@ -23,9 +23,6 @@ from .instances import GIB, KINDS, Scale, Spec
 BOTH = prove.BOTH
 ENVIRONMENT = {
     **prove.ENVIRONMENT,
-    # Kernels chosen by rule, not by trial.
-    "TORCHINDUCTOR_DETERMINISTIC": "1",
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "PYTHONUNBUFFERED": "1",
     "LMCACHE_TRACK_USAGE": "false",
     "LMCACHE_DISABLE_BANNER": "1",

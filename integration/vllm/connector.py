@@ -160,10 +160,15 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         given = [one.shard for one in metadata.values() if isinstance(one, Handshake)]
         if given:
             self._scheduler.introduce(given)
-            if refused := self._scheduler.context.refused:
-                self.fail(refused)
+            self._check_refusal()
 
     set_xfer_handshake_metadata_pp_aware = set_xfer_handshake_metadata
+
+    def _check_refusal(self) -> None:
+        """A worker that caches nothing, or never introduces itself, puts the instance out of
+        use."""
+        if refused := self._scheduler.context.refused:
+            self.fail(refused)
 
     @guarded(answer(None))
     def open_nothing(self) -> None:
@@ -195,8 +200,7 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
     @guarded(lambda self, _: self._awaited.stop())
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         meta = self._scheduler.describe(scheduler_output)
-        if refused := self._scheduler.context.refused:
-            self.fail(refused)
+        self._check_refusal()
         if self.off:
             return self._awaited.stop()
         if meta.loads:

@@ -113,8 +113,7 @@ class Resets:
         So requests that begin now, perhaps with blocks of that load, store nothing before the step
         is over."""
         self._just_reset &= meta.idle and not meta.loads
-        if self.clearing:  # the server has yet to hear of the reset
-            self.clearing = not self._context.clear()
+        self._clear()
         if not beginning:
             return
         foreign = any(one.whole > one.tracked.supplied for one in beginning)
@@ -135,10 +134,14 @@ class Resets:
                 # computed behind them since.
                 self._distrust()
         self._planner.trusted = max(self._planner.trusted, *report.echoes, 0)
-        if self.clearing:
-            self.clearing = not self._context.clear()
+        self._clear()
 
     # ---- inside
+
+    def _clear(self) -> None:
+        """Make a reset of which the server has yet to hear."""
+        if self.clearing:
+            self.clearing = not self._context.clear()
 
     def _void(self) -> None:
         """Store nothing that builds on vLLM's present KV."""

@@ -26,7 +26,6 @@ from .model import compat
 from .model.sharing import Plan
 from .model.spec import ShardSpec
 from .promises import PromiseSender
-from .publications import Publications
 from .requests import DEFAULT, UNCACHED, Answer, Beginning, RequestParams, Tracked, read_params
 from .resets import Resets
 from .stores import ROW, StorePlanner
@@ -153,8 +152,7 @@ class VCacheScheduler:
         None in place of a number: ask again in the next step."""
         if not self.context.prefix and self.context.waits():
             return AGAIN.matched
-        if self.publications is not None and self.publications.news:
-            self._learn(self.publications)
+        self._learn()
         tracked = self._track(request)
         tracked.local = tracked.supplied = local
         # A request that waits in front is not kept waiting for the answer of the last step.
@@ -254,8 +252,7 @@ class VCacheScheduler:
         owner."""
         if self._promises.rate.measured is not None:
             self._promises.rate.look()
-        if self.publications is not None and self.publications.news:
-            self._learn(self.publications)
+        self._learn()
         meta = self._next
         meta.idle = self._idle = not output.total_num_scheduled_tokens
         if self._open:
@@ -336,8 +333,7 @@ class VCacheScheduler:
         loads of all steps."""
         if not self._open or self._next.loads:
             return []
-        if self.publications is not None and self.publications.news:
-            self._learn(self.publications)
+        self._learn()
         return self._further(ask=True)
 
     def update(self, output: Any) -> None:
@@ -363,12 +359,14 @@ class VCacheScheduler:
 
     # ---- inside
 
-    def _learn(self, own: Publications) -> None:
+    def _learn(self) -> None:
         """Act on reads and resets by other instances, as the server reported them."""
-        if own.learn():
-            self.resets.forget_answers()
-        if self.duplicates is not None:
-            self.duplicates.learn()
+        own = self.publications
+        if own is not None and own.news:
+            if own.learn():
+                self.resets.forget_answers()
+            if self.duplicates is not None:
+                self.duplicates.learn()
 
     def _is_cached(self, request: Any, token: int) -> bool:
         """Whether vLLM's prefix cache has the block with this token, and therefore all blocks

@@ -27,7 +27,10 @@ ENVIRONMENT = {
     # As vLLM sets it for workers in processes of their own; with many threads small host tensors
     # take milliseconds at times.
     "OMP_NUM_THREADS": "1",
+    # Kernels chosen by rule, not by trial.
+    "TORCHINDUCTOR_DETERMINISTIC": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     # For `flip`.
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -139,7 +142,7 @@ class Serving:
                 self._engine.step()  # otherwise the engine's process steps by itself
             return bool(self._llm.reset_prefix_cache())
 
-        return until(empty, 0.5)
+        return until(empty, 10.0)
 
     def _add(self, tokens: list[int], count: int, salt: str = "", **more: Any) -> str:
         """Hand a request for so many tokens in; its name. salt: nobody has the KV of its prompt who
