@@ -37,7 +37,7 @@ class Duplicates:
         self, blocks: KVBlocks, context: InstanceContext, publications: Publications, each: int
     ) -> None:
         """each: blocks of a chunk."""
-        self._blocks, self._context, self._publications = blocks, context, publications
+        self._blocks, self._context = blocks, context
         self._own, self._each = publications.generations, each
         self._copies = OrderedDict[int, tuple[InstanceId, tuple[int, ...]]]()
         """An instance, and the chunk that lies there and here (`COPY`), by the chunk's last block
@@ -50,9 +50,9 @@ class Duplicates:
         return len(self._copies)
 
     def learn(self) -> None:
-        """Note the copies of the oldest message that `Publications` has heard. Never raises."""
-        copies, blocks, heard = self._copies, self._own.blocks, self._publications.copies
-        for news in heard.popleft() if heard else ():
+        """Note the copies of the oldest message that `ServerNews` has heard. Never raises."""
+        copies, blocks, told = self._copies, self._own.blocks, self._context.news.copies
+        for news in told.popleft() if told else ():
             for copy in COPY.iter_unpack(news.packed):
                 last, _, first, _, _ = copy
                 if last < blocks and first < blocks:
@@ -75,7 +75,7 @@ class Duplicates:
         Waits for the server only to open another instance's table for the first time. Never
         raises."""
         try:
-            if self._copies or self._publications.copies:
+            if self._copies or self._context.news.copies:
                 short = count - self._blocks.vacant(count)
                 # Without a server a duplicate could not be loaded again.
                 if short > 0 and self._context.connected:
@@ -134,11 +134,17 @@ class Victims:
     cost next to nothing."""
 
     def __init__(
-        self, blocks: KVBlocks, publications: Publications, each: int, step_blocks: int
+        self,
+        blocks: KVBlocks,
+        context: InstanceContext,
+        publications: Publications,
+        each: int,
+        step_blocks: int,
     ) -> None:
         """each: blocks of a chunk. step_blocks: the most blocks that one step fills."""
-        self._blocks, self._publications, self._each = blocks, publications, each
-        count = publications.generations.blocks
+        self._blocks, self._context = blocks, context
+        self._own, self._each = publications.generations, each
+        count = self._own.blocks
         # A step's saves are copied after the step. By then vLLM has planned the next step, with
         # asynchronous scheduling the next two. A load takes more blocks than a step computes.
         self._need = max(3 * step_blocks, count // 8)
@@ -174,7 +180,7 @@ class Victims:
         self._saved[self._first[fresh]] = 0
         for keys, blocks in completed:
             rows = np.array(blocks, dtype=np.uint32).reshape(-1, self._each)
-            generations = self._publications.generations.counters[rows]
+            generations = self._own.counters[rows]
             # A block that is void now is never equal.
             self._published[rows] = np.where(generations & 1, 0, generations)
             self._first[rows] = rows[:, :1]
@@ -183,7 +189,7 @@ class Victims:
 
     def _look(self, meta: StepMetadata, head: list[int]) -> None:
         """Choose the chunks to save. head: the next blocks that vLLM will hand out."""
-        blocks, now = np.array(head, dtype=np.intp), self._publications.generations.counters
+        blocks, now = np.array(head, dtype=np.intp), self._own.counters
         self._left = len(blocks)
         held = np.flatnonzero(self._published[blocks] == now[blocks])
         first, at = np.unique(self._first[blocks[held]], return_index=True)
@@ -205,6 +211,5 @@ class Victims:
             rows = self._rows[chosen]
             keys = [self._keys[first_block] for first_block in chosen.tolist()]
             packed = rows.astype("<u4").tobytes(), now[rows].astype("<u8").tobytes()
-            own = self._publications
             # A valid generation belongs to the present epoch, as far as the scheduler knows.
-            meta.victims = SavedChunks(keys, *packed, own.epoch)
+            meta.victims = SavedChunks(keys, *packed, self._context.news.epoch)

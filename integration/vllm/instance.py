@@ -13,7 +13,7 @@ from typing import Any
 from vcache_backend.errors import VCacheError
 from vcache_backend.metadata_server import start
 from vcache_backend.protocol.client import Client, Standing
-from vcache_backend.protocol.messages import HASH_BYTES, RANK_BYTES, ChunkKey, Join
+from vcache_backend.protocol.messages import Join
 from vcache_backend.resident.mappings import Tables
 from vcache_backend.transfer.outbox import Outbox
 from vcache_backend.transfer.session import make_tier
@@ -25,6 +25,7 @@ from .blocks import KVBlocks
 from .model import compat, groups, versions
 from .model import spec as model_spec
 from .model.sharing import Plan
+from .news import ServerNews
 from .publications import Publications
 from .requests import Tracked
 from .telemetry.events import Announcer
@@ -55,9 +56,6 @@ class InstanceContext:
     announcer: Announcer | None = None
     """None unless KV events are wanted. Chunks shared in place need no events of ours: vLLM
     announces its own KV cache."""
-    epoch = 0
-    """The namespace's epoch in the server's last answer, for what is stored in a pool. In place
-    `Publications.epoch` counts."""
     _wait_until: float | None = None
     _not_cleared = ""
     """Why the last reset was not made; empty if it was."""
@@ -71,6 +69,7 @@ class InstanceContext:
         model, config, weights = self._model, self.config, self.config.connector.weights
         self.loads, self.stores = loads, stores
         in_place, lends = config.connector.share == "in_place", config.pool.lent > 0
+        self.news = ServerNews(copies=in_place and loads)
         self.copies = stores and (not in_place or lends)
         """Blocks are copied into a pool: their next owners wait for that."""
         self.prompts_only = config.connector.store == "prompt"
@@ -88,7 +87,7 @@ class InstanceContext:
         self._measure(vllm_config, kv_cache_config, in_place)
         if in_place:
             tables = {group.number: group.table(self.hash_block) for group in self.groups.all}
-            self.publications = Publications(kv_cache_config.num_blocks, tables, loads)
+            self.publications = Publications(kv_cache_config.num_blocks, tables)
         if compat.publishes_events(vllm_config) and (not in_place or lends):
             self.announcer = Announcer(self.ranks)
         # Early: connecting takes a moment, in the background.
@@ -206,16 +205,13 @@ class InstanceContext:
         self.prefix = namespace.prefix
         if self.announcer is not None:
             client.on_beat.append(self._check_announced)
+        # Answers bring news even if no request waits for them any more.
+        client.on_reply = self.news.hear
         if self.publications is not None:
             self.tables = Tables(client)
-            # Answers bring news even if no request waits for them any more.
-            client.on_reply = self.publications.hear
             Standing(client, self._join, "vcache: others cannot read this instance's KV cache")
-        else:
-            # Not every request asks the server for something that says it.
-            client.on_return.append(self._hear)
-            client.on_beat.append(self._hear)
-            self._hear()
+        client.on_return.append(self._hear)
+        self._hear()
         if trouble := client.trouble:
             log.warning("vcache: %s; until it answers nothing is cached", trouble)
         told = "vcache: namespace %s, chunks of %d tokens, ranks: %d"
@@ -252,9 +248,7 @@ class InstanceContext:
 
     def close(self) -> None:
         """Idempotent."""
-        if self.client is not None:
-            with suppress(VCacheError):  # any call also sends the queued reports
-                self.client.list_segments()
+        self._hear()  # any call also sends the queued reports
         for part in (self.publications, self.outbox, self.client, self.offload):
             if part is not None:
                 part.close()
@@ -262,21 +256,17 @@ class InstanceContext:
     # ---- inside; in the scheduler's thread or the client's background thread
 
     def _join(self) -> None:
-        """Show the server our generation table, and hear of the epoch."""
+        """Show the server our generation table."""
         own, client = self.publications, self.client
         if own is not None and client is not None:
             shape = own.generations.blocks, self.ranks, self.hashes, list(own.tables)
             client.join(Join(own.instance, self.prefix, *shape), own.generations.fd)
-            client.heartbeat()
 
     def _hear(self) -> None:
         """Hear of the epoch, if the server answers."""
-        key = ChunkKey(self.prefix + bytes(HASH_BYTES + RANK_BYTES))
-        with suppress(VCacheError):
-            if self.client is not None and self.publications is not None:
+        if self.client is not None:
+            with suppress(VCacheError):
                 self.client.heartbeat()
-            elif self.client is not None:
-                self.epoch = self.client.present([key]).epoch
 
     def _check_announced(self) -> None:
         """Ask which announced chunks are gone."""

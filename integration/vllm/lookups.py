@@ -356,7 +356,6 @@ class Lookups:
         have more by now, and the last block found holds no others. fresh: the server has just
         answered."""
         context, each = self._context, self._context.names
-        context.epoch = reply.epoch
         end, residents = reply.end, reply.residents
         if context.tables is not None and context.publications is not None and not fresh:
             tables = None if monotonic() < at + YOUNG_SECONDS else context.tables

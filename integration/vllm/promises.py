@@ -116,8 +116,8 @@ class PromiseSender:
         each, own = context.names, context.publications
         hashes = self._lookups.hashes(tracked, first * each, (first + count) * each, context.unit)
         name = own.instance if own is not None else InstanceId(b"")
-        epoch = own.epoch if own is not None else context.epoch
-        self._send(promise.number, hashes, name, epoch, self.rate.chunk_seconds, begun)
+        terms = context.news.epoch, self.rate.chunk_seconds, begun
+        self._send(promise.number, hashes, name, *terms)
         promise.made, promise.stop = bool(count), stop
         return count
 
@@ -142,6 +142,4 @@ class PromiseSender:
         """Runs in the outbox's thread."""
         context = self._context
         keys = chunk_keys(context.prefix, hashes, context.names)
-        answer = client.promise(Promise(number, keys, context.ranks, *terms))
-        if keys:
-            context.epoch = answer.epoch
+        client.promise(Promise(number, keys, context.ranks, *terms))

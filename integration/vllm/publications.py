@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from operator import is_
@@ -20,12 +19,7 @@ from vcache_backend.protocol.messages import (
     INSTANCE_BYTES,
     BlockRun,
     BlockTable,
-    Copies,
-    Found,
     InstanceId,
-    Promised,
-    Reply,
-    Segments,
 )
 from vcache_backend.vram_pool.generations import VOID, Generations
 
@@ -63,12 +57,11 @@ class CachedRun(msgspec.Struct, frozen=True):
 
 
 class Publications:
-    """Tracks which blocks may be published. Runs in the scheduler's thread, except `hear`."""
+    """Tracks which blocks may be published. Runs in the scheduler's thread."""
 
-    def __init__(self, blocks: int, tables: Mapping[int, BlockTable], loads: bool) -> None:
+    def __init__(self, blocks: int, tables: Mapping[int, BlockTable]) -> None:
         """blocks: the number of blocks in vLLM's pool. tables: the block tables that a hit needs,
-        by vLLM's number. loads: the instance's role allows loads. SegmentError if memory for the
-        table is lacking."""
+        by vLLM's number. SegmentError if memory for the table is lacking."""
         self.instance = InstanceId(secrets.token_bytes(INSTANCE_BYTES))
         """A random name, new at each start of the engine."""
         self.tables = list(tables.values())
@@ -77,13 +70,6 @@ class Publications:
         self.attends_to_all = any(table.kind == "full" for table in self.tables)
         """The model has a table of full attention, whose blocks vLLM all keeps."""
         self.generations = Generations(self.instance, blocks)
-        self.epoch = self.heard = 0
-        """The epoch of all publications, and the namespace's epoch in the server's last message."""
-        self.copies: deque[list[Copies]] = deque(maxlen=64 if loads else 0)
-        """Chunks in other instances, too, as the server has told of them: the last messages that
-        wait for a step. Empty if this instance could not load them again."""
-        self.news = False
-        """Messages wait for `learn`."""
         self._cached: list[CachedRun] = []
         """Since the last `publish`, and runs of requests that are not trusted yet."""
         self._begun: list[tuple[Tracked, int]] = []
@@ -92,35 +78,6 @@ class Publications:
         self._tails: list[Tracked] = []
         """Requests whose prompts the step being planned completes, for other instances."""
         self.pool = TrackedBlockPool(self.generations)
-
-    def hear(self, reply: Reply) -> None:
-        """Note the namespace's epoch, and copies in other instances, for the next `learn`. Any
-        thread."""
-        if isinstance(reply, Promised):
-            # A `kv_producer` looks nothing up, and would hear only with its next heartbeat.
-            self.heard = max(self.heard, reply.epoch)
-            self.news |= self.heard != self.epoch
-        if not isinstance(reply, Found | Segments) or reply.epoch is None:
-            return
-        if reply.copies:
-            self.copies.append(reply.copies)
-        # An answer about no hashes has no epoch.
-        self.heard = reply.epoch if isinstance(reply, Segments) else max(self.heard, reply.epoch)
-        if reply.copies or self.heard != self.epoch:
-            self.news = True
-
-    def learn(self) -> bool:
-        """Act on the epoch that `hear` noted. True if the namespace was reset.
-
-        After a reset other instances find no earlier blocks, though vLLM's own cache may still hit
-        them."""
-        # First: another thread may note more messages from now on.
-        self.news = len(self.copies) > 1
-        if (heard := self.heard) == self.epoch:
-            return False
-        self.pool.void_all()
-        self.epoch = heard
-        return True
 
     def filled(self, table: int, first: int, hashes: bytes, numbers: Sequence[int]) -> BlockRun:
         """Give blocks of the table, from number `first` on, a generation. Returns them as a run to
@@ -194,12 +151,14 @@ class Publications:
         requests: Mapping[str, Tracked],
         allowed: Callable[[Tracked, dict[tuple[Any, ...], str]], int | None],
         lookups: Lookups,
+        epoch: int,
     ) -> list[PublicationSpec]:
         """Make the publications of a step that has been planned: of all blocks that vLLM has cached
         since the last call.
 
         allowed: the blocks of how many leading hashes a request may publish; None: not yet.
-        lookups: names the blocks. Blocks that build on a void block stay void."""
+        lookups: names the blocks. epoch: the namespace's. Blocks that build on a void block stay
+        void."""
         if not (self._cached or self._begun or self._tails):
             return []
         seen = dict[tuple[Any, ...], str]()
@@ -248,7 +207,7 @@ class Publications:
                 else:
                     self._builds_on_right(tracked)
         specs = (soon, False), (later, True)
-        return [PublicationSpec(runs, self.epoch, waits) for runs, waits in specs if runs]
+        return [PublicationSpec(runs, epoch, waits) for runs, waits in specs if runs]
 
     def close(self) -> None:
         """Idempotent."""

@@ -105,7 +105,7 @@ class VCacheScheduler:
         if own is not None and self.context.loads and not self.context.by_ends:
             self.duplicates = Duplicates(blocks, self.context, own, each)
         if own is not None and config.pool.lent:
-            self.victims = Victims(blocks, own, each, self._step_blocks)
+            self.victims = Victims(blocks, self.context, own, each, self._step_blocks)
 
     def introduce(self, shards: Iterable[ShardSpec]) -> None:
         """Note the workers' shards, all known at vLLM's start, and connect to the server."""
@@ -361,9 +361,10 @@ class VCacheScheduler:
 
     def _learn(self) -> None:
         """Act on reads and resets by other instances, as the server reported them."""
-        own = self.publications
-        if own is not None and own.news:
-            if own.learn():
+        if self.context.news.waiting:
+            if self.context.news.learn():
+                if self.publications is not None:
+                    self.publications.pool.void_all()
                 self.resets.forget_answers()
             if self.duplicates is not None:
                 self.duplicates.learn()

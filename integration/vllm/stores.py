@@ -132,7 +132,7 @@ class StorePlanner:
                 lacking -= len(numbers)
         if not lacking:
             own.on_load(tracked)
-        return PublicationSpec(runs, own.epoch, later=True) if runs else None
+        return PublicationSpec(runs, self._context.news.epoch, later=True) if runs else None
 
     # ---- steps
 
@@ -167,7 +167,7 @@ class StorePlanner:
                 tracked.store.extend(added)
             self._compute(tracked, computed, reached, meta)
         if self._publications is not None and self._context.stores:
-            given = requests, self._may_publish, self._lookups
+            given = requests, self._may_publish, self._lookups, self._context.news.epoch
             meta.publications = self._publications.publish(*given)
 
     def take_completed(self) -> list[tuple[list[ChunkKey], list[int]]]:
@@ -280,7 +280,7 @@ class StorePlanner:
         if first < ready:
             chunks = self._lookups.chunks(tracked, first, ready)
             blocks = groups.chunks(tables, first, ready)
-            meta.stores.append(StoreSpec(chunks, blocks, self._context.epoch))
+            meta.stores.append(StoreSpec(chunks, blocks, self._context.news.epoch))
         self.mark_stored(tracked, ready)
 
     def _keep_states(
@@ -306,7 +306,7 @@ class StorePlanner:
                 # Chunks have a fixed size: repeat the state's last block up to the chunk's end.
                 blocks = blocks + blocks[-1:] * (groups.parts * groups.blocks - len(blocks))
                 state = self._lookups.chunks(tracked, chunks, chunks, groups.parts)
-                meta.stores.append(StoreSpec(state, blocks, self._context.epoch))
+                meta.stores.append(StoreSpec(state, blocks, self._context.news.epoch))
 
     def _announce(self, tracked: Tracked, first: int, stop: int) -> None:
         """Prepare KV events, if anybody listens, for the request's chunks [first, stop), which may

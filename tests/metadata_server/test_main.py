@@ -24,7 +24,7 @@ def test_a_server_whose_path_leads_to_another_one_ends(alone: Stage) -> None:
     assert f"{alone.path} does not lead to this server any more (another socket is there)" in said
     assert "Traceback" not in said
     assert second.alive
-    assert alone.raw().ask("list_segments") == ["segments", [], None, []]
+    assert alone.raw().ask("list_segments") == ["segments", [], 0, []]
 
 
 @pytest.mark.parametrize(

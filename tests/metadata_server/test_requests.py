@@ -75,7 +75,7 @@ def test_each_request_and_its_answer(stage_: Stage, worker: Raw, server: Child, 
     assert isinstance(epoch, int)
     assert worker.hello()[::2] == ["error", False]
     segment = ["s0", "host", "host", 4096, 0, 0, 0]
-    assert worker.ask("list_segments") == ["segments", [segment], None, []]
+    assert worker.ask("list_segments") == ["segments", [segment], 0, []]
     assert worker.ask("open_segment", "s0") == ["opened", segment]
     assert os.fstat(worker.fds[-2]).st_ino == os.fstat(memfd).st_ino
     assert os.fstat(worker.fds[-1]).st_ino == os.fstat(worker.fds[0]).st_ino
@@ -110,8 +110,10 @@ def test_each_request_and_its_answer(stage_: Stage, worker: Raw, server: Child, 
     assert worker.ask("drop_segment", "s0")[0] == worker.ask("open_segment", "s0")[0] == "error"
 
 
-def test_a_reset_raises_the_epoch_of_one_namespace_or_of_all(worker: Raw) -> None:
+def test_a_reset_raises_the_epoch_of_one_namespace_or_of_all(stage_: Stage, worker: Raw) -> None:
     other = b"another!" + A[8:]
+    names = b"namespac".hex(), b"another!".hex(), "no digits", ""
+    clients = [stage_.client(layout={"model": "llama", "namespace": name}) for name in names]
 
     def epochs() -> list[int]:
         return [worker.ask("contains", [key])[2] for key in (A, other)]
@@ -120,11 +122,14 @@ def test_a_reset_raises_the_epoch_of_one_namespace_or_of_all(worker: Raw) -> Non
     assert worker.ask("clear", b"namespac", True) == ["count", 0]
     first, theirs = epochs()
     assert (first > before[0], theirs) == (True, before[1])
+    # Each client hears of its own with its heartbeats.
+    assert [client.heartbeat().epoch for client in clients] == [first, *before[1:] * 3]
     # It comes with room and with places, too.
     put(worker, A)
     assert [worker.ask("reserve", [A], KIB)[-1], worker.ask("pin", [A])[-1]] == [first, first]
     worker.ask("clear", b"", True)
     assert first < epochs()[0] == epochs()[1]
+    assert {client.heartbeat().epoch for client in clients} == {*epochs()}
 
 
 def test_a_dropped_segment_is_the_one_handed_out(worker: Raw, server: Child, memfd: int) -> None:

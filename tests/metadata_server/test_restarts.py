@@ -62,7 +62,7 @@ def test_a_segment_that_another_server_may_use_is_not_taken(alone: Stage, memfd:
         raw = alone.raw()
         again = ["add_segment", "s0", "host", "host", 4 * KIB, True]
         assert "has not ended" in raw.ask(*again, fds=(memfd, table))[1]
-        assert raw.ask("list_segments") == ["segments", [], None, []]
+        assert raw.ask("list_segments") == ["segments", [], 0, []]
     server.expect("does not lead to this server any more")
     eventually(lambda: raw.ask(*again, fds=(memfd, table))[0] == "count")
     assert raw.ask("contains", [A])[1] == [True]

@@ -85,7 +85,7 @@ class ScriptedServer:
             while data := sock.recv(m.MAX_MESSAGE_BYTES):
                 request = msgpack.unpackb(data)
                 self.seen.append(request)
-                ours = {"hello": WELCOME, "list_segments": ["segments", [], None, []]}
+                ours = {"hello": WELCOME, "list_segments": ["segments", [], 0, []]}
                 reply = ours[request[0]] if request[0] in ours else self.answer(request)
                 if reply is not None:
                     data = reply if isinstance(reply, bytes) else msgpack.packb(reply)

@@ -117,8 +117,7 @@ class Instance(Living):
         """Ask for the namespace's epoch; publications of another epoch are refused. The server also
         raises the epoch by itself, if it may have missed a reset."""
         with suppress(VCacheError):
-            heard = self.client.heartbeat().epoch
-            self._heard = self._heard if heard is None else heard
+            self._heard = self.client.heartbeat().epoch
 
     def learn(self) -> None:
         """Void what was computed before a reset."""

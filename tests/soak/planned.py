@@ -121,7 +121,7 @@ class Written(Instance):
         """What should lie in a block, by its table and the hash by which vLLM finds it."""
         self.told = dict[int, Due]()
         self.loads = list[Load]()
-        self.resets, self.epochs = 0, [self.half.publications.epoch]
+        self.resets, self.epochs = 0, [self.half.context.news.epoch]
         """This instance's, and the namespace's epochs that it has heard of."""
         self.seen = Counter[str]()
         allocate = self.manager.allocate_slots
@@ -167,7 +167,7 @@ class Written(Instance):
         return (self.resets + len(self.epochs)) % STALE
 
     def planned(self, output: Any) -> None:
-        epoch = self.half.publications.epoch
+        epoch = self.half.context.news.epoch
         self.epochs += [epoch] * (epoch != self.epochs[-1])
 
     def reset(self, everywhere: bool) -> None:

@@ -17,6 +17,7 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from vcache_backend.integration.vllm.blocks import KVBlocks
 from vcache_backend.integration.vllm.evictions import Duplicates
+from vcache_backend.integration.vllm.news import ServerNews
 from vcache_backend.integration.vllm.publications import Publications
 from vcache_backend.integration.vllm.requests import DEFAULT, StoreState, Tracked
 from vcache_backend.protocol.messages import COPY, BlockTable, Copies, InstanceId, Segments
@@ -35,7 +36,8 @@ class Watched:
         self.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=4)
         self.owner = Generations(OWNER, BLOCKS)
         self.theirs = GenerationView(self.owner.fd, OWNER, BLOCKS)
-        self.publications = Publications(BLOCKS, {0: BlockTable("full")}, loads=True)
+        self.publications = Publications(BLOCKS, {0: BlockTable("full")})
+        self.news = ServerNews(copies=True)
         self.generations = self.publications.generations
         self.blocks = KVBlocks(self.pool, lambda *_: self.generations.give_up())
         self.duplicates = Duplicates(self.blocks, self, self.publications, EACH)
@@ -83,7 +85,7 @@ class Watched:
         """
         here = int(self.seen.counters[own % BLOCKS])
         copy = COPY.pack(own, here, first, block, generation)
-        self.publications.hear(Segments([], 0, [Copies(InstanceId(OWNER), copy)]))
+        self.news.hear(Segments([], 0, [Copies(InstanceId(OWNER), copy)]))
         self.duplicates.learn()
 
     def end(self, tracked: Tracked, blocks: list[Any]) -> None:

@@ -215,7 +215,7 @@ def test_what_was_found_before_a_reset_is_not_loaded_after_it(shared: Make) -> N
     request = reader.add(tokens)
     assert reader.tracked(request).lookup.question is not None
     assert other.scheduler.reset_prefix_cache(reset_connector=True)
-    eventually(lambda: reader.half.publications.heard == other.half.publications.heard)
+    eventually(lambda: reader.half.context.news.waiting)
     assert len(published) == 6
     assert owner.right(published)
     # Nor does the owner's promise hold the reader back.

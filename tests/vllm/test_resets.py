@@ -82,7 +82,7 @@ def test_an_instance_that_asks_for_nothing_hears_of_later_resets(engine: Engine)
     with engine.here.client() as client:
         client.clear(prefix, reset=True)
         epoch = client.present([ChunkKey(prefix + bytes(18))]).epoch
-    eventually(lambda: engine.half.context.epoch == epoch)
+    eventually(lambda: engine.half.context.news.waiting)
     engine.add(new_tokens(3), max_tokens=2 * CHUNK)
     while not engine.step().stores:
         pass

@@ -61,6 +61,14 @@ class Peer(msgspec.Struct):
     def namespace(self) -> str:
         return self.layout.get("namespace", "")
 
+    @property
+    def prefix(self) -> bytes:
+        """Of the namespace's keys; empty for tools."""
+        try:
+            return bytes.fromhex(self.namespace)
+        except ValueError:
+            return b""
+
 
 @cache
 def closing() -> SimpleQueue[int]:

@@ -229,11 +229,10 @@ class Service:
         self.counters["loaded_tokens"] += request.loaded
         if request.loads:
             self.minute.add(request.loads, request.loaded)
-        segments, instance = self.directory.segments(), self.instances.scheduled_by(client)
-        if instance is None:
-            return m.Segments(segments)
-        copies = self.instances.copies(instance)
-        return m.Segments(segments, self._epoch_of(instance), copies)
+        instance = self.instances.scheduled_by(client)
+        copies = self.instances.copies(instance) if instance is not None else []
+        epoch = self.directory.epoch([m.ChunkKey(client.prefix)])
+        return m.Segments(self.directory.segments(), epoch, copies)
 
     # ---- chunks
 

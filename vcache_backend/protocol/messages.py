@@ -16,7 +16,7 @@ from typing import Annotated, Literal, NewType, Self, cast
 import msgspec
 from msgspec.structs import replace
 
-PROTOCOL_VERSION = 28
+PROTOCOL_VERSION = 29
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger
 packet is disconnected."""
@@ -711,12 +711,12 @@ class Copies(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Segments(Reply, frozen=True, tag="segments"):
-    """All segments. For the connection with which an instance's scheduler joined, also news.
-    `epoch`: of the instance's namespace; None for others. `copies`: chunks that another instance
-    holds as well, each told once."""
+    """All segments. `epoch`: of the namespace in the client's hello; 0 without one. `copies`: for
+    the connection with which an instance's scheduler joined, chunks that another instance holds as
+    well, each told once."""
 
     segments: list[SegmentInfo]
-    epoch: int | None = None
+    epoch: int = 0
     copies: list[Copies] = []
 
 

@@ -1,0 +1,49 @@
+"""What the server's answers say beside what was asked: resets by other instances, and copies."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from vcache_backend.protocol.messages import Copies, Found, Promised, Reply, Segments
+
+MOST_MESSAGES = 64
+"""About copies, that wait for a step."""
+
+
+class ServerNews:
+    """`hear` runs in any thread, the rest in the scheduler's."""
+
+    def __init__(self, copies: bool) -> None:
+        """copies: the instance loads, and could load again what it gives up."""
+        self.epoch = 0
+        """The namespace's epoch as of the last `learn`: of all that steps store, publish and
+        promise."""
+        self._heard = 0
+        """The namespace's epoch in the server's last answer."""
+        self.copies: deque[list[Copies]] = deque(maxlen=MOST_MESSAGES if copies else 0)
+        """Chunks in other instances, too, as the server has told of them."""
+        self.waiting = False
+        """`learn` has something to do, or `copies` has a message."""
+
+    def hear(self, reply: Reply) -> None:
+        """Note an answer's news for the next `learn`."""
+        if isinstance(reply, Segments):
+            # A server that has lost its resets begins again.
+            self._heard = reply.epoch
+        elif isinstance(reply, Found | Promised):
+            # Answers about no chunks have no epoch. A `kv_producer` looks nothing up, but promises.
+            self._heard = max(self._heard, reply.epoch)
+        if isinstance(reply, Found | Segments) and reply.copies:
+            self.copies.append(reply.copies)
+            self.waiting = True
+        if self._heard != self.epoch:
+            self.waiting = True
+
+    def learn(self) -> bool:
+        """Take the epoch over that `hear` noted, and one message about copies is read now. True if
+        the namespace was reset: other instances find nothing of before, though vLLM's own cache may
+        still hit it."""
+        # First: another thread may note more from now on.
+        self.waiting = len(self.copies) > 1
+        before, self.epoch = self.epoch, self._heard
+        return self.epoch != before
