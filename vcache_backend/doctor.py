@@ -219,7 +219,7 @@ def check_server(config: Config) -> Iterator[Finding]:
                 advice = "see its log; `kill -CONT` it, or restart it with this version"
             yield (warn if absent else fail)("server", detail, advice)
             return
-    detail = f"answers, protocol {PROTOCOL_VERSION}, epoch {stats.epoch}"
+    detail = f"answers, protocol {PROTOCOL_VERSION}, run {stats.run_id}"
     yield ok("server", f"{config.server.path} {detail}")
     good, said = verdict(stats)
     if not good:

@@ -46,7 +46,7 @@ class Point(NamedTuple):
     at: monotonic seconds. asked, found: prompt tokens that all instances looked up, and found."""
 
     at: float
-    epoch: int
+    run_id: int
     asked: int
     found: int
 
@@ -92,7 +92,7 @@ class Samples:
             self._failed = str(error)
             return
         self._failed, self._answered_at = "", time.monotonic()
-        self.points.append(Point(self._answered_at, stats.epoch, *tokens(stats)))
+        self.points.append(Point(self._answered_at, stats.run_id, *tokens(stats)))
 
 
 # ---- metrics

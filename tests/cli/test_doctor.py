@@ -164,7 +164,7 @@ def test_a_server_that_answers_is_fine_and_who_cannot_share_is_named(config: Con
         here.path = config.server.path
         here.server()
         finding = only(doctor.check_server(config))
-        said = f"{here.path} answers, protocol {PROTOCOL_VERSION}, epoch "
+        said = f"{here.path} answers, protocol {PROTOCOL_VERSION}, run "
         assert (finding.status, finding.detail.startswith(said)) == ("ok", True)
         for dtype in ("bfloat16", "float16"):
             here.client(layout={"model": "m", "namespace": dtype, "dtype": dtype})

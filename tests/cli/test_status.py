@@ -29,7 +29,7 @@ NAMESPACES = {"00ff00ff00ff00ff": "llama bf16"}
 HITS = {"00ff00ff00ff00ff": (1600, 1280), "11": (400, 220)}
 TABLES: Any = (COUNTERS, LATENCY, [SEGMENT], NAMESPACES, 50 << 20)
 STATS = m.ServerStats(5, 93784, 3, 1536, 1, 0, *TABLES, hits=HITS)
-"""Behind the epoch: seconds, clients, chunks, a reservation, none in quarantine."""
+"""Behind the run: seconds, clients, chunks, a reservation, none in quarantine."""
 UUID = "GPU-3c1f5a3e-1111-2222-3333-444444444444"
 ONE = m.InstanceStats("ab" * 16, UUID, 4_194_303, 2_097_152, 131_072, name=":8000", silent=0.4)
 OTHER = m.InstanceStats("cd" * 16, UUID, 4_194_304, 2_097_152, 131_072, name=":8001", silent=0.5)

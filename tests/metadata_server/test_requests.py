@@ -70,9 +70,9 @@ def put(raw: Raw, *keys: bytes) -> list[Any]:
 
 def test_each_request_and_its_answer(stage_: Stage, worker: Raw, server: Child, memfd: int) -> None:
     """As literal arrays. What the answers say is the directory's tests' business."""
-    name, epoch, mismatches = worker.welcome
+    name, run_id, mismatches = worker.welcome
     assert (name, mismatches) == ("welcome", [])
-    assert isinstance(epoch, int)
+    assert isinstance(run_id, int)
     assert worker.hello()[::2] == ["error", False]
     segment = ["s0", "host", "host", 4096, 0, 0, 0]
     assert worker.ask("list_segments") == ["segments", [segment], 0, []]

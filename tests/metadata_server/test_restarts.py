@@ -21,10 +21,10 @@ A, B, C, D, E = (chunk_key(n) for n in range(5))
 
 def restart_with(alone: Stage, client: Client, server: Child, **more: Any) -> Child:
     """Kill the server, start another one, wait until it has what `client` holds."""
-    before, segments = client.epoch, len(client.list_segments())
+    before, segments = client.run_id, len(client.list_segments())
     server.kill()
     again = alone.server(**more)
-    eventually(lambda: client.connected and client.epoch != before)
+    eventually(lambda: client.connected and client.run_id != before)
     eventually(lambda: len(client.list_segments()) == segments)
     return again
 

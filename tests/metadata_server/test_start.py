@@ -89,9 +89,9 @@ def test_only_a_killed_server_is_started_again(path: Path, monkeypatch: pytest.M
     ensure(config(path))
     with mourner(path) as one, mourner(path) as other:
         (first,) = servers(path)
-        before = one.epoch
+        before = one.run_id
         os.kill(first, signal.SIGKILL)
-        eventually(lambda: all(each.connected and each.epoch != before for each in (one, other)))
+        eventually(lambda: all(each.connected and each.run_id != before for each in (one, other)))
         (second,) = eventually(lambda: len(serving := servers(path)) == 1 and serving)
         assert first != second
         os.kill(second, signal.SIGTERM)

@@ -259,11 +259,11 @@ def test_the_next_server_is_told_of_what_is_still_there(
         return taken
 
     def another() -> None:
-        before = owner.client.epoch, owner.scheduler.epoch
+        before = owner.client.run_id, owner.scheduler.run_id
         here.server.kill()
         here.serve()
-        for client, epoch in zip((owner.client, owner.scheduler), before, strict=True):
-            eventually(lambda it=client, was=epoch: it.connected and it.epoch != was)
+        for client, run_id in zip((owner.client, owner.scheduler), before, strict=True):
+            eventually(lambda it=client, was=run_id: it.connected and it.run_id != was)
 
     owner.join()
     for number in (1, 2, 3):

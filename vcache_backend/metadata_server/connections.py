@@ -272,7 +272,7 @@ class Clients:
         _say(client, "connects")
         if mismatches:
             log.warning("pid %d: %s; such instances: %d", pid, mismatches[0], len(mismatches))
-        connection.queue(m.Welcome(self._service.epoch, mismatches))
+        connection.queue(m.Welcome(self._service.run_id, mismatches))
 
     # ---- out
 

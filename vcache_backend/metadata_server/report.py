@@ -212,7 +212,7 @@ def server_stats(service: Service) -> m.ServerStats:
     instances = [one.stats(id_, stopped) for id_, one in in_place.of.items()]
     instances += layouts.through_pool(in_place.processes(), stopped)
     stats = m.ServerStats(
-        epoch=service.epoch,
+        run_id=service.run_id,
         uptime_seconds=time.monotonic() - service.started,
         clients=len(layouts.clients),
         chunks=len(directory),

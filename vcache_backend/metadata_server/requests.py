@@ -30,7 +30,7 @@ class Service:
 
     def __init__(
         self,
-        epoch: int,
+        run_id: int,
         *,
         now: Callable[[], float] = time.monotonic,
         write_seconds: float = 30.0,
@@ -39,9 +39,9 @@ class Service:
         keep: Callable[[Resets], None] = lambda resets: None,
         pidfd: Callable[[ProcessId], Descriptor | None] = lambda process: None,
     ) -> None:
-        """epoch: changes with every start. max_segments: the most fds to keep for segments and
+        """run_id: changes with every start. max_segments: the most fds to keep for segments and
         instances. pidfd: see `Watch.pidfd`. Others: see `Directory`."""
-        self.max_segments, self.epoch, self._now = max_segments, epoch, now
+        self.max_segments, self.run_id, self._now = max_segments, run_id, now
         self.counters = Counter[str]()
         self.promises = Promises(self.counters, now)
         pool = self.counters, resets, keep, self._was_reset

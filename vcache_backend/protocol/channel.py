@@ -105,7 +105,7 @@ class Channel:
         self._start_after = 0.0
         self._wake = threading.Event()
         self._stop = threading.Event()
-        self.epoch = 0
+        self.run_id = 0
         self.connections_lost = 0
         self._try_connect()
         self._keeper: threading.Thread | None = None
@@ -307,8 +307,8 @@ class Channel:
     def _greet(self, welcome: m.Welcome) -> None:
         for line in welcome.mismatches:
             log.warning("vcache: %s", line)
-        restarted = self.epoch not in (0, welcome.epoch)
-        self.epoch = welcome.epoch
+        restarted = self.run_id not in (0, welcome.run_id)
+        self.run_id = welcome.run_id
         _call_all(self.on_return, "after a reconnection")
         if restarted or self._complained:
             log.warning("vcache: connected to the metadata server at %s again", self._path)

@@ -607,10 +607,10 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Welcome(Reply, frozen=True, tag="welcome"):
-    """The hello was accepted. `epoch`: changes with every start of the server. `mismatches`: for
+    """The hello was accepted. `run_id`: changes with every start of the server. `mismatches`: for
     each other namespace of the model, a line that says why the client cannot share with it."""
 
-    epoch: int
+    run_id: int
     mismatches: list[str]
 
 
@@ -780,7 +780,7 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     below. Each token counts once for each request. `minute`: the loads and loaded tokens of the
     last minute (`ListSegments`)."""
 
-    epoch: int
+    run_id: int
     uptime_seconds: float
     clients: int
     chunks: int

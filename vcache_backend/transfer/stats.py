@@ -44,7 +44,7 @@ class EngineStats:
         self._counts: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
         self._said: dict[str, int] = {}
-        """By reason: the `Client.epoch` of the last log line."""
+        """By reason: the `Client.run_id` of the last log line."""
         self._owners: dict[bytes, tuple[int, int, int]] = {}
         """As in `Reads`. The instance read last comes last."""
         self.listeners: list[Callable[..., object]] = []
@@ -89,12 +89,12 @@ class EngineStats:
             self._failures[cause] += 1
             return self._failures[cause]
 
-    def unsaid(self, reason: str, epoch: int) -> bool:
-        """Whether to log this reason now: once in each `epoch` (`Client.epoch`)."""
+    def unsaid(self, reason: str, run_id: int) -> bool:
+        """Whether to log this reason now: once for each run of the server (`Client.run_id`)."""
         with self._lock:
             before = self._said.get(reason)
-            self._said[reason] = epoch
-            return before != epoch
+            self._said[reason] = run_id
+            return before != run_id
 
     def miss(self, call: str, error: Exception) -> int:
         """Count a failure of `call`, and log the first failure of each cause. Returns 0.

@@ -140,7 +140,7 @@ def store(
         if reserved.reservation:
             give_back(session, reserved.reservation)
         return None
-    _note_refusals(stats, reserved, session.client.epoch)
+    _note_refusals(stats, reserved, session.client.run_id)
     # Later this process was paused meanwhile. Half of the time is left for the copy, which takes
     # milliseconds.
     launch_by = asked + reserved.seconds * 0.5
@@ -186,11 +186,11 @@ def _gather(
     return session.copier.copy(job, mark), nbytes * count
 
 
-def _note_refusals(stats: EngineStats, reserved: Reserved, epoch: int) -> None:
+def _note_refusals(stats: EngineStats, reserved: Reserved, run_id: int) -> None:
     for slot in reserved.slots:
         if not isinstance(slot, Location):
             stats.count(**{f"not_stored_{_REFUSALS.get(Refusal(slot), 'no_slot')}": 1})
     if reserved.reason:
         stats.failed(f"not_stored: {reserved.reason}")
-        if stats.unsaid(reserved.reason, epoch):
+        if stats.unsaid(reserved.reason, run_id):
             log.warning("chunks are not stored: %s", reserved.reason)

@@ -103,7 +103,7 @@ class Pool:
         self._mapped: dict[SegmentId, PoolSegment] = {}
         self._unreadable = client.unmappable
         self._followed = self._contributed = 0
-        """The `Client.epoch` of the server that has our segments, and of the server to which this
+        """The `Client.run_id` of the server that has our segments, and of the server to which this
         process has lent."""
         self._waits = 0
         self._closed = False
@@ -157,15 +157,15 @@ class Pool:
         if not self._pinned:
             with self._lock:
                 self._map_and_lend(infos)
-        elif self._contributed != self._client.epoch or any(map(self._is_new, infos)):
+        elif self._contributed != self._client.run_id or any(map(self._is_new, infos)):
             self._start_thread()
 
     def _keep_or_unmap(self, listed: set[SegmentId]) -> None:
         """Offer the segments that a new server lacks. Unmap those that it does not take, and those
         that the same server has dropped."""
-        epoch = self._client.epoch
+        run_id = self._client.run_id
         missing = [segment for id_, segment in self._mapped.items() if id_ not in listed]
-        restarted = self._followed != epoch
+        restarted = self._followed != run_id
         if restarted and missing and self._waits <= 0:
             self._waits = MAX_WAITS
         self._waits -= restarted and bool(missing)
@@ -179,7 +179,7 @@ class Pool:
                     continue
             self._unmap(segment, restarted)
         if not kept:
-            self._followed = epoch
+            self._followed = run_id
 
     def _offer(self, segment: PoolSegment) -> bool:
         """Hand a segment to a server that lacks it, with the table of its slots. Runs outside the
@@ -211,7 +211,7 @@ class Pool:
         for info in infos:
             if self._is_new(info):
                 self._open(info)
-        if self._followed == self._client.epoch:
+        if self._followed == self._client.run_id:
             self._contribute(infos)
 
     def _is_new(self, info: SegmentInfo) -> bool:
@@ -250,13 +250,13 @@ class Pool:
         most: bytes of a segment of pinned memory. The server allows one of the device's workers to
         lend; the other workers ask again until the share is complete. A segment that is dropped
         later is not replaced."""
-        epoch = self._client.epoch
-        if self._contributed == epoch:
+        run_id = self._client.run_id
+        if self._contributed == run_id:
             return
         own = [info for info in infos if info.device == self.device.name]
         pooled = sum(info.nbytes for info in own)
         if pooled >= self._segment_bytes:
-            self._contributed = epoch
+            self._contributed = run_id
             return
         try:
             nbytes = self._client.lend(self._segment_bytes)
@@ -265,7 +265,7 @@ class Pool:
             return
         piece = min(nbytes, most) if self._pinned else nbytes
         if piece and self._lend(piece) and piece == nbytes:
-            self._contributed = epoch
+            self._contributed = run_id
 
     def _lend(self, nbytes: int) -> bool:
         """Make a segment, and hand it to the server. False if the worker should try again."""
@@ -280,7 +280,7 @@ class Pool:
                 self._waits -= 1
                 if self._waits >= 0:
                     return False
-                self._contributed = self._client.epoch
+                self._contributed = self._client.run_id
                 self._no_more(error)
                 return True
             try:
