@@ -91,6 +91,16 @@ def test_a_slab_changes_its_size_for_chunks_of_another_one() -> None:
     assert pool.directory.segments()[0].chunks == len(left) + 2
 
 
+def test_a_slab_in_which_a_chunk_is_being_written_keeps_its_size() -> None:
+    pool = Pool()
+    pool.add("s", 4 * KIB)
+    pool.store(0, 1, 2)
+    writing = pool.directory.reserve(ME, [chunk_key(3)], KIB).reservation
+    assert pool.store(100, nbytes=2 * KIB) == [m.Refusal.FULL]
+    assert pool.directory.commit(ME, writing) == [chunk_key(3)]
+    assert pool.here(*range(4)) == [*range(4)]
+
+
 def test_no_more_chunks_than_there_may_be() -> None:
     pool = Pool()
     pool.directory.room.MAX_CHUNKS = 3
@@ -123,6 +133,27 @@ def test_a_write_in_two_segments_loses_what_lies_in_the_one_that_is_dropped() ->
     pool.directory.drop(m.SegmentId("s"))
     assert pool.directory.commit(ME, reserved.reservation) == []
     assert pool.store(*range(4)) == ["t", "t", m.Refusal.FULL, m.Refusal.FULL]
+
+
+def test_nothing_is_left_of_a_write_whose_segment_is_dropped() -> None:
+    pool = Pool()
+    pool.add("s", 2 * KIB)
+    pool.directory.reserve(ME, [chunk_key(0)], KIB)
+    pool.directory.drop(m.SegmentId("s"))
+    assert not pool.directory.writes
+
+
+def test_a_chunk_that_two_tables_bring_takes_one_slot() -> None:
+    """It was stored again while its first segment was away."""
+    pool = Pool()
+    for name in ("s", "t"):
+        pool.add(name, 2 * KIB)
+        assert pool.store(0) == [name]
+        pool.restart()
+    for name in ("s", "t"):
+        pool.add(name, 2 * KIB)
+    pool.store(1, 2, 3)
+    assert pool.here(*range(4)) == [*range(4)]
 
 
 def test_a_table_that_comes_after_a_reset_brings_only_later_chunks() -> None:

@@ -153,8 +153,6 @@ class Room:
         number, slab_number = divmod(at, SLABS)
         region = self.regions[number]
         slab, first = region.slabs[slab_number], slab_number << SLAB_BITS
-        if slab.nbytes < size:
-            return False
         if max(region.pins[first : first + slab.slots]) > self._now():
             return False
         used = list(region.occupied(first, slab.slots))
