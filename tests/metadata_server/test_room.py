@@ -93,12 +93,17 @@ def test_a_slab_changes_its_size_for_chunks_of_another_one() -> None:
 
 def test_a_slab_in_which_a_chunk_is_being_written_keeps_its_size() -> None:
     pool = Pool()
-    pool.add("s", 4 * KIB)
-    pool.store(0, 1, 2)
-    writing = pool.directory.reserve(ME, [chunk_key(3)], KIB).reservation
+    pool.add("s", 64 * KIB)
+    directory, keys = pool.directory, list(map(chunk_key, range(64)))
+    given = [directory.reserve(ME, [key], KIB) for key in keys]
+    slabs = [one.slots[0].offset // (2 * KIB) for one in given]
+    for one in given[:-1]:
+        directory.commit(ME, one.reservation)
+    # Only its neighbour may leave.
+    directory.pin([key for key, at in zip(keys, slabs, strict=True) if at != slabs[-1]], 60.0)
     assert pool.store(100, nbytes=2 * KIB) == [m.Refusal.FULL]
-    assert pool.directory.commit(ME, writing) == [chunk_key(3)]
-    assert pool.here(*range(4)) == [*range(4)]
+    assert directory.commit(ME, given[-1].reservation) == keys[-1:]
+    assert pool.here(*range(64)) == [*range(64)]
 
 
 def test_no_more_chunks_than_there_may_be() -> None:
