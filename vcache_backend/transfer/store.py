@@ -14,7 +14,6 @@ from vcache_backend.errors import ServerUnavailable, VCacheError
 from vcache_backend.protocol.messages import ChunkKey, Location, Refusal, Reserved
 from vcache_backend.transfer.outbox import polled
 from vcache_backend.transfer.places import BlockPlaces
-from vcache_backend.transfer.stats import EngineStats
 from vcache_backend.vram_pool.copies.copier import Completion, CopyJob, Mark
 
 if TYPE_CHECKING:
@@ -132,15 +131,9 @@ def store(
         return None
     mark, asked = session.copier.mark() if beside else None, time.monotonic()
     nbytes = places.kv.chunk_bytes(session.chunk_size)
-    with stats.timed("reserve"):
-        reserved = session.client.reserve([keys[chunk] for chunk in chunks], nbytes)
-    if computed_in not in (None, reserved.epoch):
-        # A reset came in between.
-        stats.count(not_stored_outdated=len(chunks))
-        if reserved.reservation:
-            give_back(session, reserved.reservation)
+    reserved = _reserve(session, [keys[chunk] for chunk in chunks], nbytes, computed_in)
+    if reserved is None:
         return None
-    _note_refusals(stats, reserved, session.client.run_id)
     # Later this process was paused meanwhile. Half of the time is left for the copy, which takes
     # milliseconds.
     launch_by = asked + reserved.seconds * 0.5
@@ -161,6 +154,29 @@ def store(
     pending = PendingStore(session, reserved.reservation, named, before, *copy, holds)
     session.outbox.after(pending.wait, pending.finish, failed=pending.give_up)
     return pending
+
+
+def _reserve(
+    session: Session, keys: list[ChunkKey], nbytes: int, computed_in: int | None
+) -> Reserved | None:
+    """Reserve slots, and count why chunks get none. Returns None if there was a reset since the
+    epoch `computed_in`."""
+    stats = session.stats
+    with stats.timed("reserve"):
+        reserved = session.client.reserve(keys, nbytes)
+    if computed_in not in (None, reserved.epoch):
+        stats.count(not_stored_outdated=len(keys))
+        if reserved.reservation:
+            give_back(session, reserved.reservation)
+        return None
+    for slot in reserved.slots:
+        if not isinstance(slot, Location):
+            stats.count(**{f"not_stored_{_REFUSALS.get(Refusal(slot), 'no_slot')}": 1})
+    if reserved.reason:
+        stats.failed(f"not_stored: {reserved.reason}")
+        if stats.unsaid(reserved.reason, session.client.run_id):
+            log.warning("chunks are not stored: %s", reserved.reason)
+    return reserved
 
 
 def _gather(
@@ -184,13 +200,3 @@ def _gather(
     host = any(segment.whole.device.type == "cpu" for segment, _ in found)
     job = CopyJob(places.kv, *rows, keep=found, local=local, host=host, to_origin=True)
     return session.copier.copy(job, mark), nbytes * count
-
-
-def _note_refusals(stats: EngineStats, reserved: Reserved, run_id: int) -> None:
-    for slot in reserved.slots:
-        if not isinstance(slot, Location):
-            stats.count(**{f"not_stored_{_REFUSALS.get(Refusal(slot), 'no_slot')}": 1})
-    if reserved.reason:
-        stats.failed(f"not_stored: {reserved.reason}")
-        if stats.unsaid(reserved.reason, run_id):
-            log.warning("chunks are not stored: %s", reserved.reason)
