@@ -69,7 +69,6 @@ class InstanceContext:
         model, config, weights = self._model, self.config, self.config.connector.weights
         self.loads, self.stores = loads, stores
         in_place, lends = config.connector.share == "in_place", config.pool.lent > 0
-        self.news = ServerNews(copies=in_place and loads)
         self.copies = stores and (not in_place or lends)
         """Blocks are copied into a pool: their next owners wait for that."""
         self.prompts_only = config.connector.store == "prompt"
@@ -85,6 +84,7 @@ class InstanceContext:
         """The present version, hashed into every key (see `versions`). Empty without versions,
         until the weights change."""
         self._measure(vllm_config, kv_cache_config, in_place)
+        self.news = ServerNews(copies=in_place and loads and not self.by_ends)
         if in_place:
             tables = {group.number: group.table(self.hash_block) for group in self.groups.all}
             self.publications = Publications(kv_cache_config.num_blocks, tables)

@@ -6,22 +6,20 @@ from collections import deque
 
 from vcache_backend.protocol.messages import Copies, Found, Promised, Reply, Segments
 
-MOST_MESSAGES = 64
-"""About copies, that wait for a step."""
-
 
 class ServerNews:
-    """`hear` runs in any thread, the rest in the scheduler's."""
+    """`hear` runs in any thread, for one answer at a time; the rest in the scheduler's thread."""
 
     def __init__(self, copies: bool) -> None:
-        """copies: the instance loads, and could load again what it gives up."""
+        """copies: the instance gives up chunks that others hold (see `evictions.Duplicates`)."""
         self.epoch = 0
         """The namespace's epoch as of the last `learn`: of all that steps store, publish and
         promise."""
         self._heard = 0
         """The namespace's epoch in the server's last answer."""
-        self.copies: deque[list[Copies]] = deque(maxlen=MOST_MESSAGES if copies else 0)
-        """Chunks in other instances, too, as the server has told of them."""
+        self.copies: deque[list[Copies]] = deque(maxlen=64 if copies else 0)
+        """Chunks in other instances, too, as the server has told of them: the last messages that
+        wait for a step."""
         self.waiting = False
         """`learn` has something to do, or `copies` has a message."""
 
@@ -33,7 +31,7 @@ class ServerNews:
         elif isinstance(reply, Found | Promised):
             # Answers about no chunks have no epoch. A `kv_producer` looks nothing up, but promises.
             self._heard = max(self._heard, reply.epoch)
-        if isinstance(reply, Found | Segments) and reply.copies:
+        if isinstance(reply, Found | Segments) and reply.copies and self.copies.maxlen:
             self.copies.append(reply.copies)
             self.waiting = True
         if self._heard != self.epoch:
