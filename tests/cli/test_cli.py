@@ -102,6 +102,18 @@ def test_config_init_writes_a_whole_file_over_none_and_show_tells_mistakes(tmp_p
     assert said == f"vcache: {path}: {wrong}; did you mean `segment_bytes`?\n"
 
 
+def test_config_init_writes_all_or_nothing_in_any_locale(tmp_path: Path) -> None:
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    full = "ulimit -f 0; exec"  # as a full disk: a file may be made, and takes no byte
+    for begin, said in ((full, "File too large"), ("exec", "written")):
+        command = ["bash", "-c", f'{begin} "$@"', "init", *VCACHE, "config", "init", "here.yaml"]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)} | ascii_only
+        done = ran(*command, cwd=tmp_path, env=environment)
+        assert f"here.yaml: {said}" in done.stdout + done.stderr
+        assert (tmp_path / "here.yaml").exists() == (done.returncode == 0)
+    vcache("config", "show", "-c", str(tmp_path / "here.yaml"))
+
+
 def test_a_socket_is_meant_from_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shown = vcache("config", "show", "--socket", "here.sock").stdout
