@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from argparse import ArgumentParser
 from collections import Counter
 from contextlib import ExitStack, suppress
 from itertools import combinations
@@ -140,6 +141,8 @@ class Worker:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if len(sys.argv) == 4:
         answer_commands(lambda: Worker(sys.argv[1], sys.argv[2], int(sys.argv[3])))
-    sys.exit(main())
+    else:
+        ArgumentParser(description=__doc__).parse_args()
+        sys.exit(main())

@@ -162,6 +162,13 @@ def test_each_worker_retrieves_what_the_other_has_stored_and_a_changed_byte_is_f
         assert worker.log.endswith("Every byte is right, and a wrong one is found.\n")
 
 
+@NEEDS_VLLM
+def test_the_demo_without_options_explains_itself_and_takes_none() -> None:
+    done = [ran(sys.executable, EXAMPLE.with_name("engine.py"), word) for word in ("-h", "now")]
+    assert [one.returncode for one in done] == [0, 2]
+    assert ("usage: engine.py" in done[0].stdout, "now" in done[1].stderr) == (True, True)
+
+
 @pytest.mark.parametrize(
     "program",
     [
