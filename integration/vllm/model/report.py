@@ -126,7 +126,8 @@ def findings(name: str, model: ModelReport, lent: ByteSize) -> Iterator[Finding]
         yield fail("model", f"{what}: nothing of it is cached: {model.refused}")
         return
     in_place = model.settings.connector.share == "in_place"
-    way = f"in place, hits of {model.hits} tokens' grain" if in_place else "through a pool"
+    ends = f"in place, hits end at multiples of {model.hits} tokens"
+    way = ends if in_place else "through a pool"
     yield ok("model", f"{what}: shared {way}")
     if not model.chunk_bytes:
         return
