@@ -154,8 +154,8 @@ def shown(rows: list[dict[str, Any]], as_json: bool) -> int:
     if as_json:
         print(json.dumps(rows, indent=2), flush=True)
     else:
-        columns = "server", "tokens from", "not computed", "first word", "without vcache"
-        table = Table(*columns, "same answer")
+        columns = "server", "tokens from", "not computed", "first word", "without", "same answer"
+        table = Table(*columns)
         for row in rows:
             table.add_row(
                 row["server"],

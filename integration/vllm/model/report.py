@@ -1,8 +1,8 @@
 """`vcache doctor --model`: whether our connector caches a model, and how many tokens a pool holds.
 
-The doctor runs it with a model's name, and a configuration as
-JSON on stdin; its findings come as JSON on stdout. vLLM makes its configuration, the model without
-weights, the KV cache specs and block tables. Our connector decides as at the start of an instance.
+The doctor runs it with a model's name, and a configuration as JSON on stdin; its findings come as
+JSON on stdout. vLLM makes its configuration, the model without weights, the KV cache specs and
+block tables. Our connector decides as at the start of an instance.
 """
 
 from __future__ import annotations
