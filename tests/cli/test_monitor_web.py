@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -12,7 +13,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from processes import Stage, children_of, eventually, ran
+from processes import Stage, children_of, eventually, info, make_memfd, ran
 from prometheus_client import Gauge
 from test_monitor import A, address_of, beside, get, needs, samples, used
 
@@ -51,8 +52,10 @@ def test_a_browser_shows_the_page_without_markup_of_clients(alone: Stage, tmp_pa
     ):
         assert said in empty
     assert "hour" not in empty
-    used(alone)
-    eventually(lambda: json.loads(get(address, "/stats.json")[1])["stats"]["hits"])
+    lender, memory = used(alone), make_memfd(4096)
+    os.close(lender.add_segment(info("a-segment", 4096), memory)[1])
+    os.close(memory)
+    eventually(lambda: json.loads(get(address, "/stats.json")[1])["stats"]["segments"])
     page = shown(f"http://{address}/", tmp_path / "chromium")
     for said in (
         f"<title>vcache: {socket.gethostname()}, {alone.path}</title>",
@@ -66,6 +69,7 @@ def test_a_browser_shows_the_page_without_markup_of_clients(alone: Stage, tmp_pa
     ):
         assert said in page
     assert "<img" not in page
+    assert not re.search("<td[^>]*></td>", page), "a column that nothing fills"
     assert ">asking…<" not in page
 
 
