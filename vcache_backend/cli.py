@@ -219,8 +219,8 @@ def run_vllm(arguments: Annotated[list[str], Arguments]) -> None:
 
 @app.command()
 def status(config_file: ConfigFile = None, socket: Socket = None, as_json: Json = False) -> None:
-    """Say whether sharing works: who shares, what is wrong, the hit rate and the pool. JSON also
-    has counters, latencies and who has read what."""
+    """Say whether sharing works: who shares, what is wrong, the hit rate, who read from whom,
+    the pool. JSON also has counters and latencies."""
     from vcache_backend import tables
     from vcache_backend.status import summary
 
@@ -253,7 +253,7 @@ def clear(
             "no offload tier: offload.policy is off; name the file that sets it with --config"
         )
     with connected(config_file, socket) as client:
-        typer.echo(f"{client.clear(reset=offloaded):,} chunks forgotten")
+        typer.echo(f"{client.clear(reset=offloaded):,} chunks and blocks forgotten")
     if offloaded:
         from vcache_backend.offload import objects
         from vcache_backend.offload.process import remove_under

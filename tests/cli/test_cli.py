@@ -181,7 +181,7 @@ def test_a_segment_is_lent_listed_shown_and_taken_back(server: Path) -> None:
     assert vcache("segment", "drop", added, *at).stdout == f"{added}: 0 chunks forgotten\n"
     assert [info["device"] for info in listing()] == ["host:a"]
     assert added in vcache("segment", "drop", added, *at, expect=1).stderr
-    assert vcache("clear", *at).stdout == "0 chunks forgotten\n"
+    assert vcache("clear", *at).stdout == "0 chunks and blocks forgotten\n"
 
 
 @pytest.mark.parametrize("name", ["a\n\x1b[31mb", "\udcff"], ids=["control signs", "no UTF-8"])
