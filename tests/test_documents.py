@@ -14,9 +14,6 @@ import pytest
 from page_commands import COMMANDS, Place, blocks, check, commands
 from processes import ROOT, ran, stage
 
-from vcache_backend import __version__
-from vcache_backend.protocol.messages import PROTOCOL_VERSION
-
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -88,11 +85,6 @@ def test_the_program_of_the_api_page_prints_what_the_page_says(tmp_path: Path) -
         assert len(node.client().list_segments()) == 1
     assert (done.returncode, done.stdout) == (0, printed), done.stderr
     assert len([line for line in program.splitlines() if line.strip()]) <= 20
-
-
-def test_the_version_that_a_page_shows_is_ours() -> None:
-    ours = f"\nvcache {__version__}, protocol {PROTOCOL_VERSION}\n"
-    assert ours in (ROOT / "docs" / "operations.md").read_text()
 
 
 # ---- commands
