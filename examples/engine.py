@@ -26,6 +26,8 @@ try:
     from vcache_backend.vram_pool.devices import current_gpu, gpus
 except ModuleNotFoundError as absent:
     sys.exit(f"engine.py: this Python has no {absent.name}: pip install '/path/to/vcache[engine]'")
+except KeyboardInterrupt:
+    sys.exit(130)
 
 PROMPTS, CHUNKS = 8, 8
 """The number of prompts, and of a prompt's chunks. In a further prompt, number `PROMPTS`, a byte is
@@ -38,7 +40,8 @@ SECONDS = 300.0
 
 
 def main() -> int:
-    """Exit code 0 if every byte was right and the changed byte was found."""
+    """Exit code 0 if every byte was right and the changed byte was found. Ctrl-C and SIGTERM raise
+    KeyboardInterrupt."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     devices = choose_devices()
     print(f"starting a metadata server, and workers on {' and '.join(devices)}")
@@ -145,4 +148,7 @@ if __name__ == "__main__":
         answer_commands(lambda: Worker(sys.argv[1], sys.argv[2], int(sys.argv[3])))
     else:
         ArgumentParser(description=__doc__).parse_args()
-        sys.exit(main())
+        try:
+            sys.exit(main())
+        except KeyboardInterrupt:
+            sys.exit(130)

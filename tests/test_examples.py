@@ -169,6 +169,15 @@ def test_the_demo_without_options_explains_itself_and_takes_none() -> None:
     assert ("usage: engine.py" in done[0].stdout, "now" in done[1].stderr) == (True, True)
 
 
+@NEEDS_VLLM
+def test_ctrl_c_ends_the_demo_without_a_traceback() -> None:
+    with Child([sys.executable, str(EXAMPLE.with_name("engine.py"))]) as demo:
+        demo.expect("starting a metadata server")
+        os.kill(demo.pid, signal.SIGINT)
+        status, said = demo.wait()
+    assert (status, "Traceback" in said) == (130, False), said
+
+
 @pytest.mark.parametrize(
     "program",
     [
