@@ -43,10 +43,10 @@ def option(metavar: str | None, text: str, *names: str, **more: Any) -> Any:
 
 
 _FILE = "YAML file. Without it: the one that VCACHE_CONFIG names, or the defaults."
-# readable=False: reading it raises an error of one line.
+# readable=False: using it raises an error of one line.
 ConfigFile = Annotated[Path | None, option("PATH", _FILE, "--config", "-c", readable=False)]
 _SOCKET = "The server's socket, in place of the configured one."
-Socket = Annotated[Path | None, option("PATH", _SOCKET, "--socket")]
+Socket = Annotated[Path | None, option("PATH", _SOCKET, "--socket", readable=False)]
 Json = Annotated[bool, option(None, "Print JSON instead of tables.", "--json")]
 _EXIT_CODES = "Exit codes: 0 success; 1 failure, and why; 2 wrong usage."
 
