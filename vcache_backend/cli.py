@@ -282,6 +282,9 @@ def add_segment(
     """Lend memory of a device, such as an idle GPU. The server keeps it when this command ends."""
     from vcache_backend.vram_pool import devices, regions
 
+    if not config.is_device(device):
+        wanted = f"Expected {config.DEVICE_FORMS}, got {device!r}"
+        raise typer.BadParameter(wanted, param_hint="'--device'")
     place = devices.resolve(device)
     # Pages are allocated on first write: without this check a lack of memory would hit a later
     # writer.

@@ -48,6 +48,7 @@ def test_every_command_explains_itself() -> None:
 
 
 WRONG = {"nonsense": "No such command", "segment add --device host --bytes 0": "more than 0 bytes"}
+WRONG |= {"segment add --device gpu --bytes 1GiB": "'--device': Expected auto, host, "}
 WRONG |= {"segment drop": "Missing argument", "mooncake --host=": "Expected an address"}
 WRONG |= {"segment add --device host --bytes 80": "write the unit, such as 80GiB or 80B"}
 
