@@ -114,7 +114,7 @@ def chat(server: Process, name: str, question: str, about: str = "", **more: Any
 
 def run(options: argparse.Namespace, folder: Path) -> int:
     """Everything. The exit code."""
-    options.model = str(model())
+    options.model, options.lengths = str(model()), [4096]
     one = transfer(folder / "vcache.sock", 256, "in_place", "kv_both", 0)
     rows, document = list[dict[str, Any]](), DOCUMENT.read_text()
     with two_servers(options, ("server A", "server B"), [one, one], folder) as site:
@@ -174,7 +174,7 @@ def shown(rows: list[dict[str, Any]], as_json: bool) -> int:
 
 if __name__ == "__main__":
     made = parser(__doc__, [8100, 8200], fixed=True)
-    made.set_defaults(cpu=True, lengths=[4096])
+    made.set_defaults(cpu=True, lengths=None)
     options_ = CPU._replace(
         chunk=256,
         vllm=[
