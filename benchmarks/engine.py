@@ -1,4 +1,4 @@
-"""A whole `retrieve()` (hashing, lease, plan, copy, release) against a mere copy of its bytes by
+"""A whole `retrieve()` (hashing, pin, plan, copy, comparison) against a mere copy of its bytes by
 the copy engine.
 
 Two engines and a real metadata server. The chunks lie on the first engine's GPU; the second one

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from argparse import ArgumentParser
 from collections import Counter
 from contextlib import ExitStack, suppress
 from itertools import combinations
@@ -25,6 +26,8 @@ try:
     from vcache_backend.vram_pool.devices import current_gpu, gpus
 except ModuleNotFoundError as absent:
     sys.exit(f"engine.py: this Python has no {absent.name}: pip install '/path/to/vcache[engine]'")
+except KeyboardInterrupt:
+    sys.exit(130)
 
 PROMPTS, CHUNKS = 8, 8
 """The number of prompts, and of a prompt's chunks. In a further prompt, number `PROMPTS`, a byte is
@@ -37,7 +40,8 @@ SECONDS = 300.0
 
 
 def main() -> int:
-    """Exit code 0 if every byte was right and the changed byte was found."""
+    """Exit code 0 if every byte was right and the changed byte was found. Ctrl-C and SIGTERM raise
+    KeyboardInterrupt."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     devices = choose_devices()
     print(f"starting a metadata server, and workers on {' and '.join(devices)}")
@@ -140,6 +144,11 @@ class Worker:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if len(sys.argv) == 4:
         answer_commands(lambda: Worker(sys.argv[1], sys.argv[2], int(sys.argv[3])))
-    sys.exit(main())
+    else:
+        ArgumentParser(description=__doc__).parse_args()
+        try:
+            sys.exit(main())
+        except KeyboardInterrupt:
+            sys.exit(130)

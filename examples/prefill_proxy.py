@@ -211,8 +211,8 @@ def main() -> None:
     urls: dict[str, Any] = {"required": True, "metavar": "URL", "nargs": "+"}
     option("--prefill", **urls, help="the servers with kv_role kv_producer, or kv_both")
     option("--decode", **urls, help="the servers with kv_role kv_consumer")
-    option("--host", default="127.0.0.1")
-    option("--port", type=int, default=8000)
+    option("--host", default="127.0.0.1", help="where to listen (127.0.0.1)")
+    option("--port", type=int, default=8000, help="where to listen (8000)")
     option(
         "--wait-seconds",
         type=float,
@@ -224,7 +224,7 @@ def main() -> None:
         "--order",
         choices=ORDERS,
         default="together",
-        help="which server is asked first; it does not matter, which this option shows",
+        help="which server is asked first (together): any order gives the same answer",
     )
     options = parser.parse_args()
     proxy = Proxy(options.prefill, options.decode, options.order, options.wait_seconds)

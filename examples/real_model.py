@@ -154,9 +154,8 @@ def shown(rows: list[dict[str, Any]], as_json: bool) -> int:
     if as_json:
         print(json.dumps(rows, indent=2), flush=True)
     else:
-        table = Table(
-            "server", "tokens from", "of the prompt", "first word", "alone", "same answer"
-        )
+        columns = "server", "tokens from", "not computed", "first word", "without", "same answer"
+        table = Table(*columns)
         for row in rows:
             table.add_row(
                 row["server"],
@@ -174,8 +173,8 @@ def shown(rows: list[dict[str, Any]], as_json: bool) -> int:
 
 
 if __name__ == "__main__":
-    made = parser(__doc__, [8100, 8200])
-    made.set_defaults(cpu=True)
+    made = parser(__doc__, [8100, 8200], fixed=True)
+    made.set_defaults(cpu=True, lengths=None)
     options_ = CPU._replace(
         chunk=256,
         vllm=[

@@ -391,20 +391,22 @@ def explain(site: Site, wrong: list[str]) -> int:
 # ---- the command line
 
 
-def parser(text: str, ports: list[int]) -> argparse.ArgumentParser:
-    """The options that the examples have in common."""
+def parser(text: str, ports: list[int], fixed: bool = False) -> argparse.ArgumentParser:
+    """The options that the examples have in common. fixed: the caller sets `cpu`, `model` and
+    `lengths`."""
     made = argparse.ArgumentParser(
         description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     option = made.add_argument
-    option("--cpu", action="store_true", help="no GPU: a tiny model, the pool in host memory")
-    option("--model", help="a model as `vllm serve` takes it; default: generated weights")
-    option(
-        "--lengths",
-        type=numbers,
-        metavar="N,N",
-        help="prompt lengths; rounded down to chunks, and 8 tokens more",
-    )
+    if not fixed:
+        option("--cpu", action="store_true", help="no GPU: a tiny model, the pool in host memory")
+        option("--model", help="a model as `vllm serve` takes it; default: generated weights")
+        option(
+            "--lengths",
+            type=numbers,
+            metavar="N,N",
+            help="prompt lengths; rounded down to chunks, and 8 tokens more",
+        )
     option(
         "--ports",
         type=numbers,

@@ -162,6 +162,22 @@ def test_each_worker_retrieves_what_the_other_has_stored_and_a_changed_byte_is_f
         assert worker.log.endswith("Every byte is right, and a wrong one is found.\n")
 
 
+@NEEDS_VLLM
+def test_the_demo_without_options_explains_itself_and_takes_none() -> None:
+    done = [ran(sys.executable, EXAMPLE.with_name("engine.py"), word) for word in ("-h", "now")]
+    assert [one.returncode for one in done] == [0, 2]
+    assert ("usage: engine.py" in done[0].stdout, "now" in done[1].stderr) == (True, True)
+
+
+@NEEDS_VLLM
+def test_ctrl_c_ends_the_demo_without_a_traceback() -> None:
+    with Child([sys.executable, str(EXAMPLE.with_name("engine.py"))]) as demo:
+        demo.expect("starting a metadata server")
+        os.kill(demo.pid, signal.SIGINT)
+        status, said = demo.wait()
+    assert (status, "Traceback" in said) == (130, False), said
+
+
 @pytest.mark.parametrize(
     "program",
     [

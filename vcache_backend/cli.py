@@ -12,6 +12,7 @@ import shlex
 import signal
 import sys
 from collections import Counter
+from contextlib import ExitStack
 from importlib.util import find_spec
 from io import TextIOWrapper
 from pathlib import Path
@@ -42,10 +43,10 @@ def option(metavar: str | None, text: str, *names: str, **more: Any) -> Any:
 
 
 _FILE = "YAML file. Without it: the one that VCACHE_CONFIG names, or the defaults."
-# readable=False: reading it raises an error of one line.
+# readable=False: using it raises an error of one line.
 ConfigFile = Annotated[Path | None, option("PATH", _FILE, "--config", "-c", readable=False)]
 _SOCKET = "The server's socket, in place of the configured one."
-Socket = Annotated[Path | None, option("PATH", _SOCKET, "--socket")]
+Socket = Annotated[Path | None, option("PATH", _SOCKET, "--socket", readable=False)]
 Json = Annotated[bool, option(None, "Print JSON instead of tables.", "--json")]
 _EXIT_CODES = "Exit codes: 0 success; 1 failure, and why; 2 wrong usage."
 
@@ -178,7 +179,7 @@ def _root(version: Version = False) -> None:
 # ---- the server
 
 
-Arguments = typer.Argument(metavar="serve MODEL …", help="vLLM's command and its arguments.")
+Arguments = typer.Argument(metavar="ARGUMENT", help="Of `vllm`, such as `serve MODEL`.")
 Log = Annotated[Path | None, typer.Option(hidden=True)]
 """Of `start`: a log of bounded size in place of stderr."""
 
@@ -207,7 +208,9 @@ def run_vllm(arguments: Annotated[list[str], Arguments]) -> None:
     if any(one.replace("_", "-").startswith(flag) for one in arguments):
         raise ConfigError(f"`vcache vllm` sets {flag}: run `vllm` itself with yours")
     if find_spec("vllm") is None:
-        raise ConfigError(f"vLLM is not installed in vcache's environment ({sys.prefix})")
+        raise ConfigError(
+            f"vLLM is not installed in {sys.prefix}, where vcache is: install vcache beside vLLM"
+        )
     ours = '{"kv_connector":"VCacheConnector","kv_role":"kv_both"}'
     # The vLLM beside our plugin: another one on PATH may not know it.
     command_line = [sys.executable, "-P", "-m", program, *arguments, flag, ours]
@@ -216,8 +219,8 @@ def run_vllm(arguments: Annotated[list[str], Arguments]) -> None:
 
 @app.command()
 def status(config_file: ConfigFile = None, socket: Socket = None, as_json: Json = False) -> None:
-    """Say whether sharing works: who shares, what is wrong, the hit rate and the pool. JSON also
-    has counters, latencies and who has read what."""
+    """Say whether sharing works: who shares, what is wrong, the hit rate, who read from whom,
+    the pool. JSON also has counters and latencies."""
     from vcache_backend import tables
     from vcache_backend.status import summary
 
@@ -250,7 +253,7 @@ def clear(
             "no offload tier: offload.policy is off; name the file that sets it with --config"
         )
     with connected(config_file, socket) as client:
-        typer.echo(f"{client.clear(reset=offloaded):,} chunks forgotten")
+        typer.echo(f"{client.clear(reset=offloaded):,} chunks and blocks forgotten")
     if offloaded:
         from vcache_backend.offload import objects
         from vcache_backend.offload.process import remove_under
@@ -279,6 +282,9 @@ def add_segment(
     """Lend memory of a device, such as an idle GPU. The server keeps it when this command ends."""
     from vcache_backend.vram_pool import devices, regions
 
+    if not config.is_device(device):
+        wanted = f"Expected {config.DEVICE_FORMS}, got {device!r}"
+        raise typer.BadParameter(wanted, param_hint="'--device'")
     place = devices.resolve(device)
     # Pages are allocated on first write: without this check a lack of memory would hit a later
     # writer.
@@ -313,14 +319,20 @@ def config_init(path: Annotated[Path, NewFile] = Path("vcache.yaml")) -> None:
     """Write a commented configuration file: every key, its default and the reason to change it."""
     package = Path(__file__).resolve().parent
     folders = (package / "configs", package.parent / "configs")
-    text = next(folder for folder in folders if folder.is_dir()).joinpath("vcache.yaml").read_text()
+    whole = next(folder for folder in folders if folder.is_dir()) / "vcache.yaml"
+    text = whole.read_text("utf-8")
     if str(path) == "-":
         return typer.echo(text, nl=False)
-    try:
-        with path.open("x") as file:
-            file.write(text.replace("configs/vcache.yaml", shlex.quote(str(path.absolute()))))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
+    text = text.replace("configs/vcache.yaml", shlex.quote(str(path.absolute())))
+    with ExitStack() as undo:
+        try:
+            file = path.open("xb")
+            undo.callback(path.unlink)
+            with file:
+                file.write(text.encode(errors="replace"))
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}") from error
+        undo.pop_all()
     typer.echo(f"{path}: written; its second line says how it is used")
 
 
@@ -367,7 +379,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-Proved = typer.Argument(metavar="[MODEL]", help="As `vllm serve` takes it. Default: generated.")
+Proved = typer.Argument(metavar="MODEL", help="As `vllm serve` takes it. Default: generated.")
 Seconds = option("SECONDS", "Of work under load.", "--seconds", min=0.0, max=3600.0)
 Share = option("WAY", "How instances share.", "--share")
 

@@ -374,8 +374,9 @@ def over_file(
 def read(path: object = None) -> tuple[dict[str, Any], str, dict[str, int]]:
     """Read the file of `load`, without checking keys and values. Returns the values, the file's
     name, and the keys' lines. Raises ConfigError."""
+    named = ""
     if path in (None, ""):
-        path = os.environ.get("VCACHE_CONFIG", "")
+        path, named = os.environ.get("VCACHE_CONFIG", ""), "VCACHE_CONFIG: "
     if path == "":
         return {}, "defaults", {}
     if not isinstance(path, str | Path):
@@ -384,7 +385,7 @@ def read(path: object = None) -> tuple[dict[str, Any], str, dict[str, int]]:
         with open(path, "rb") as file:
             text = file.read((1 << 20) + 1)
     except (OSError, ValueError) as error:  # ValueError: a path with NUL in it
-        raise ConfigError(f"{path}: {getattr(error, 'strerror', error)}") from error
+        raise ConfigError(f"{named}{path}: {getattr(error, 'strerror', error)}") from error
     if len(text) > 1 << 20:
         raise ConfigError(f"{path}: more than 1 MiB, too large for a configuration")
     values, lines = config_file.parse(text, str(path))

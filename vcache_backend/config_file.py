@@ -67,6 +67,8 @@ def explained(error: str, kind: type, lines: dict[str, int]) -> str:
         hint = f"; did you mean `{close[0]}`?" if close else f"; there are {', '.join(known)}"
     elif get_origin(expected) is Literal:
         hint = f"; expected {' or '.join(map(str, get_args(expected)))}"
+    elif _fields(expected) and "got `null`" in error:
+        hint = "; remove the empty section"
     # The error of a section's own check, or of an unknown field, names the key.
     named = (f"{path}.{word}" for word in re.findall(r"\w+", error))
     line = lines.get(next((key for key in named if key in lines), path))

@@ -216,11 +216,10 @@ def check_server(config: Config) -> Iterator[Finding]:
                 advice = f"the first instance starts one, and its log says so; or {advice}"
             if not detail:
                 detail = said
-                advice = "see its log; `kill -CONT` it, or restart it with this version"
+                advice = "see its log, or restart it with this version"
             yield (warn if absent else fail)("server", detail, advice)
             return
-    detail = f"answers, protocol {PROTOCOL_VERSION}, run {stats.run_id}"
-    yield ok("server", f"{config.server.path} {detail}")
+    yield ok("server", f"{config.server.path} answers, protocol {PROTOCOL_VERSION}")
     good, said = verdict(stats)
     if not good:
         yield warn("sharing", said, "see `vcache status`")

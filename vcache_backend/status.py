@@ -88,7 +88,9 @@ def _sharing(stats: m.ServerStats) -> str:
     """Say who shares, and the hit rate."""
     instances, (asked, found) = stats.instances, tokens(stats)
     rate = f"{found / asked:.1%} of the tokens looked up were found" if found else "no hit yet"
-    if not asked:
+    if not found and stats.counters.get("loaded_tokens"):
+        rate = "hits begin to come"  # look-ups are told with a heartbeat, loads at once
+    elif not asked:
         rate = "nothing was looked up yet"
     if not instances:
         return "no instance is connected"

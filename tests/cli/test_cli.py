@@ -48,6 +48,7 @@ def test_every_command_explains_itself() -> None:
 
 
 WRONG = {"nonsense": "No such command", "segment add --device host --bytes 0": "more than 0 bytes"}
+WRONG |= {"segment add --device gpu --bytes 1GiB": "'--device': Expected auto, host, "}
 WRONG |= {"segment drop": "Missing argument", "mooncake --host=": "Expected an address"}
 WRONG |= {"segment add --device host --bytes 80": "write the unit, such as 80GiB or 80B"}
 
@@ -100,6 +101,18 @@ def test_config_init_writes_a_whole_file_over_none_and_show_tells_mistakes(tmp_p
     said = vcache("config", "show", "-c", str(path), expect=1).stderr
     wrong = "line 1: Object contains unknown field `segment_byts` - at `$.pool`"
     assert said == f"vcache: {path}: {wrong}; did you mean `segment_bytes`?\n"
+
+
+def test_config_init_writes_all_or_nothing_in_any_locale(tmp_path: Path) -> None:
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    full = "ulimit -f 0; exec"  # as a full disk: a file may be made, and takes no byte
+    for begin, said in ((full, "File too large"), ("exec", "written")):
+        command = ["bash", "-c", f'{begin} "$@"', "init", *VCACHE, "config", "init", "here.yaml"]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)} | ascii_only
+        done = ran(*command, cwd=tmp_path, env=environment)
+        assert f"here.yaml: {said}" in done.stdout + done.stderr
+        assert (tmp_path / "here.yaml").exists() == (done.returncode == 0)
+    vcache("config", "show", "-c", str(tmp_path / "here.yaml"))
 
 
 def test_a_socket_is_meant_from_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +182,7 @@ def test_a_segment_is_lent_listed_shown_and_taken_back(server: Path) -> None:
     assert vcache("segment", "drop", added, *at).stdout == f"{added}: 0 chunks forgotten\n"
     assert [info["device"] for info in listing()] == ["host:a"]
     assert added in vcache("segment", "drop", added, *at, expect=1).stderr
-    assert vcache("clear", *at).stdout == "0 chunks forgotten\n"
+    assert vcache("clear", *at).stdout == "0 chunks and blocks forgotten\n"
 
 
 @pytest.mark.parametrize("name", ["a\n\x1b[31mb", "\udcff"], ids=["control signs", "no UTF-8"])

@@ -10,6 +10,7 @@ import pytest
 
 from vcache_backend import config
 from vcache_backend.config import ByteSize, Config
+from vcache_backend.errors import ConfigError
 
 FOLDER = Path(__file__).parents[2] / "configs"
 CONFIGS = sorted(path for path in FOLDER.glob("*.yaml") if "lmcache" not in path.name)
@@ -66,6 +67,9 @@ def test_the_environment_may_name_the_file(write: Any, monkeypatch: pytest.Monke
     assert config.load(FOLDER / "vcache.yaml").engine.chunk_size == 256
     monkeypatch.setenv("VCACHE_CONFIG", "")
     assert config.load() == config.from_dict({})
+    monkeypatch.setenv("VCACHE_CONFIG", "/nowhere")
+    with pytest.raises(ConfigError, match="^VCACHE_CONFIG: /nowhere: No such file"):
+        config.load()
 
 
 @pytest.mark.parametrize(

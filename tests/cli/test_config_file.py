@@ -34,7 +34,7 @@ MISTAKES = {
     "server: {socket: v.sock}": f"line 1: {SOCKET}'v.sock'",
     "pool:\n  segment_bytes: 8": "line 2: 8 without a unit is 8 B: write the unit, such as 8GiB",
     f"pool: {{device: {100_000 * 'x'}}}": "line 1: device must be auto, host, ",
-    "engine:\n  chunk_size: 9\npool:\n": "line 3: Expected `object`, got `null` - at `$.pool`",
+    "engine:\n  chunk_size: 9\npool:\n": "got `null` - at `$.pool`; remove the empty section",
     # what is no YAML of ours
     100_000 * "[": "not valid YAML: it is nested too deeply",
     100_000 * "{a: ": "not valid YAML: it is nested too deeply",

@@ -55,7 +55,7 @@ def test_vllm_says_what_a_model_keeps_and_a_pool_holds(tmp_path: Path) -> None:
     with beside_vllm() as worker:
         model, chunks, pool = worker.ask(diagnosed, str(written(tmp_path, LLAMA)))
     layers = "LlamaForCausalLM: 4 layers of full attention"
-    assert f"{layers}: shared in place, hits of 128 tokens' grain" in model.detail
+    assert f"{layers}: shared in place, hits end at multiples of 128 tokens" in model.detail
     assert chunks.detail.startswith(f"{TOKEN:,} B a token in bfloat16, ")
     holds = f"{(1 << 30) // TOKEN:,} tokens; pool.segment_bytes: 8 GiB holds {(8 << 30) // TOKEN:,}"
     assert (pool.status, holds in pool.detail) == ("ok", True)

@@ -93,6 +93,8 @@ def test_there_is_no_hit_rate_before_the_first_hit() -> None:
         assert "waits for its first request" in shown
         assert f"2 instances share in place; {said}" in shown
         assert "0.0%" not in shown
+    loaded = msgspec.structs.replace(stats, counters=COUNTERS | {"loaded_tokens": 512})
+    assert "2 instances share in place; hits begin to come" in text_of(loaded)
     none = text_of(msgspec.structs.replace(STATS, instances=[], segments=[]))
     assert "segment" not in none
 

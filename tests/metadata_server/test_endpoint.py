@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
 import time
 from contextlib import closing
@@ -59,6 +60,18 @@ def test_what_is_there_and_not_ours_stays_and_is_said(tmp_path: Path) -> None:
         assert "exists and is not a socket" in refused(taken)
     assert "server.socket: cannot use" in refused(tmp_path / "other")
     assert (file.read_text(), link.is_symlink()) == ("mine", True)
+
+
+def test_a_socket_on_which_another_program_listens_stays(tmp_path: Path) -> None:
+    """Such as the user's D-Bus in `XDG_RUNTIME_DIR`. One on which nobody listens makes way."""
+    path = tmp_path / "bus"
+    with socket.socket(socket.AF_UNIX) as other, socket.socket(socket.AF_UNIX) as asking:
+        other.bind(str(path))
+        other.listen()
+        assert f"another program, no metadata server, listens at {path}" in refused(path)
+        asking.connect(str(path))
+    with closing(Endpoint(path)) as endpoint:
+        assert not endpoint.lost()
 
 
 # ---- folders

@@ -135,10 +135,10 @@ def test_vcache_clear_reaches_below_where_it_is_told_to(
         return str(said.stdout + said.stderr)
 
     assert "offload.policy is off; name the file" in clear("--offload", expect=1)
-    assert int(clear().split(" chunks forgotten\n")[0]) >= 5
+    assert int(clear().split(" chunks and blocks forgotten\n")[0]) >= 5
     assert "--offload removes them" in clear("--config", "on.yaml")
     assert reader.contains(one.keys(tokens)[0]) == 1
-    said = "0 chunks forgotten\n5 objects removed from the offload tier\n"
+    said = "0 chunks and blocks forgotten\n5 objects removed from the offload tier\n"
     assert clear("--config", "on.yaml", "--offload") == said
     assert reader.lookup(tokens) == 0
 

@@ -112,6 +112,26 @@ def test_other_users_are_let_in_where_the_server_allows_them_and_they_name_its_u
         assert others.wait()[1].count(f" of uid {NOBODY}: uid {NOBODY} may not use") == 2
 
 
+STATUS_AS_NOBODY = """
+import contextlib, os, sys
+from vcache_backend import cli
+with contextlib.suppress(SystemExit):  # imports all while it may
+    cli.app(["status", "--socket", "/nowhere/v.sock"])
+sys.argv[1:] = ["status", "--socket", sys.argv[1]]
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+cli.main()
+"""
+
+
+@OURS
+def test_a_user_who_is_not_let_in_is_told_by_the_command_who_can_change_that() -> None:
+    with TemporaryDirectory() as open_to_all, stage(Path(open_to_all) / "folder") as here:
+        Path(open_to_all).chmod(0o711)
+        here.server()
+        here.path.parent.chmod(0o711)
+        here.script(STATUS_AS_NOBODY).expect("its user lets others in by server.allow_uids")
+
+
 def test_a_client_waits_its_turn_where_others_fill_the_queue(alone: Stage) -> None:
     server = alone.server()
     with ThreadPoolExecutor() as pool:

@@ -1,5 +1,5 @@
 """The pool: where each chunk is, which slot is written next, and what the next server finds
-([ADR 27](../../docs/adr/0027-the-pools-table-of-slots.md)). Pure: a clock, no socket.
+(docs/adr/0027). Pure: a clock, no socket.
 
 Three rules hold. (1) A slot's generation is odd before a writer hears of the slot, and even only
 from the commit on. (2) A slot is given to another writer only after its last writer has said that

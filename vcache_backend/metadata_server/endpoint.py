@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -23,8 +24,9 @@ def beside(path: Path, suffix: str) -> Path:
 def make_folder(path: Path) -> None:
     """Make the folder of a socket, for this user alone. ConfigError if another user could put a
     file there. OSError."""
-    path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.parent.mkdir(mode=0o700, exist_ok=True)
+    for folder in (path.parent.parent, path.parent):
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700, parents=True)
     if fault := folder_fault(path, {os.getuid(), 0}):
         raise ConfigError(f"server.socket: {fault}")
 
@@ -90,12 +92,14 @@ class Endpoint:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             what = f"another server already serves {self._path}"
-            raise ConfigError(f"server.socket: {what}") from None
+            advice = "end it, continue it if it is stopped, or name another path"
+            raise ConfigError(f"server.socket: {what}; {advice}") from None
         self.resets = ResetsFile(lock)
 
     def _make_way(self) -> None:
-        """Remove the socket of a server that is gone, and no other file. A server that still
-        listens on the socket without a lock notices the removal, and ends."""
+        """Remove the socket of a server that is gone, and nothing else: no other file, and no
+        socket of another kind on which a program listens. A server that still listens on the socket
+        without a lock notices the removal, and ends."""
         try:
             mode = self._path.lstat().st_mode
         except FileNotFoundError:
@@ -105,6 +109,13 @@ class Endpoint:
                 f"server.socket: {self._path} exists and is not a socket, so it stays; remove it, "
                 "or name another path"
             )
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
+            asking.setblocking(False)
+            if asking.connect_ex(str(self._path)) == errno.EPROTOTYPE:
+                raise ConfigError(
+                    f"server.socket: another program, no metadata server, listens at {self._path}, "
+                    "so it stays; name another path"
+                )
         self._path.unlink()
 
     def _bind(self, undo: ExitStack) -> None:

@@ -772,8 +772,8 @@ class Latency(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ServerStats(Reply, frozen=True, tag="server_stats"):
-    """Counters since the server's start. `lookup_*`: chunks asked for and found. `latency`: by
-    request name. `reports`: the newest reports, oldest first.
+    """Counters since the server's start, after which `run_id` is another. `lookup_*`: chunks asked
+    for and found. `latency`: by request name. `reports`: the newest reports, oldest first.
 
     `quarantined_slots`: slots in quarantine, by the pid of their writer. `hits`: by namespace,
     prompt tokens that instances report as looked up and as found, in the pool, in KV caches or

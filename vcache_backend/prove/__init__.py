@@ -62,7 +62,9 @@ def run(settings: Settings, tell: Callable[[str], None]) -> tuple[Proof, list[Fi
     Takes minutes, and leaves no process behind, even if killed. VCacheError if it cannot be tried,
     or a process ends."""
     if find_spec("vllm") is None:
-        raise VCacheError(f"vLLM is not installed in vcache's environment ({sys.prefix})")
+        raise VCacheError(
+            f"vLLM is not installed in {sys.prefix}, where vcache is: install vcache beside vLLM"
+        )
     # A socket's path has at most 107 bytes.
     parent = None if len(tempfile.gettempdir()) < 70 else "/tmp"
     with ExitStack() as undo:

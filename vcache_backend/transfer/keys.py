@@ -21,7 +21,7 @@ namespace's fingerprint:
 - of a state's part i (not keyed, `vcache-state-1`): the digest of its chunk, then i, one byte
 
 Through the engine's chain a key stands for its whole prefix. The fingerprint keeps namespaces apart
-for all tokens. The salt, which clients of a tenant may choose, cannot imitate a chain. vLLM's block
+for all tokens. The salt, which clients may choose, cannot imitate a chain. vLLM's block
 hash is a chain, too, and covers the salt, the adapter's name and the multimodal inputs; the chain's
 root is in the namespace. LMCache's chunk hash stands for the whole prefix but has only 64 bits, and
 a second hash adds no bits. The other digests have 128 bits of a cryptographic hash, so tokens need

@@ -20,8 +20,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     and only if all fields are equal.
 
     block_size, chunk_size: in tokens. kv_layout: the order of a layer's KV within a block,
-    `PagedKV.name`. extra: an integration's additions (LoRA, quantisation, a tenant's salt, the hash
-    algorithm and seed of foreign block hashes)."""
+    `PagedKV.name`. extra: an integration's additions (LoRA, quantisation, the hash algorithm and
+    seed of foreign block hashes)."""
 
     model: str
     revision: str = ""

@@ -1,8 +1,8 @@
 """`vcache doctor --model`: whether our connector caches a model, and how many tokens a pool holds.
 
-The doctor runs it with a model's name, and a configuration as
-JSON on stdin; its findings come as JSON on stdout. vLLM makes its configuration, the model without
-weights, the KV cache specs and block tables. Our connector decides as at the start of an instance.
+The doctor runs it with a model's name, and a configuration as JSON on stdin; its findings come as
+JSON on stdout. vLLM makes its configuration, the model without weights, the KV cache specs and
+block tables. Our connector decides as at the start of an instance.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ def findings(name: str, model: ModelReport, lent: ByteSize) -> Iterator[Finding]
         yield fail("model", f"{what}: nothing of it is cached: {model.refused}")
         return
     in_place = model.settings.connector.share == "in_place"
-    way = f"in place, hits of {model.hits} tokens' grain" if in_place else "through a pool"
+    ends = f"in place, hits end at multiples of {model.hits} tokens"
+    way = ends if in_place else "through a pool"
     yield ok("model", f"{what}: shared {way}")
     if not model.chunk_bytes:
         return
