@@ -146,6 +146,21 @@ def test_what_was_saved_is_on_the_first_screen_of_80_by_24() -> None:
     assert status.saved(young)["requests/s with a hit"] == "3.0"
 
 
+def test_a_terminal_is_told_that_the_server_is_waited_for(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "vcache_backend", "status", "--socket"]
+    with stage(tmp_path) as here:
+        server, path = here.server(), str(here.path)
+        screen, terminal = pty.openpty()
+        with server.stopped():
+            done = ran(*command, path)
+            assert (done.returncode, "waiting" in done.stderr) == (1, False)
+            asking = subprocess.Popen([*command, path], stderr=terminal, cwd=ROOT)
+            os.close(terminal)
+            said = os.read(screen, 1 << 16).decode()
+        assert (asking.wait(), said.strip()) == (0, f"waiting for the server at {path}")
+        os.close(screen)
+
+
 def test_top_goes_on_over_a_restart_and_gives_the_terminal_back(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "vcache_backend", "top", "--socket"]
     with stage(tmp_path) as here:
