@@ -24,6 +24,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ HOW = {
     "refused": "refused",
     "not asked": "not asked",
 }
+IN_A_CELL = 16
+"""The most names in a cell of a table. More follow behind the table, by their first letter."""
 FEW = {"refused", "not asked"}
 """Said with the reason."""
 SHAPES = ROOT / "benchmarks" / "vllm" / "models.json"
@@ -208,11 +211,22 @@ def _table(asked: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     for name, answer in asked.items():
         why = _reason(answer["why"]) if answer["how"] in FEW else _kind(answer)
         named[answer["how"], why].append(_short(name))
+    rows = [
+        (f"{words}: {why}", sorted(names))
+        for how, words in HOW.items()
+        for (which, why), names in sorted(named.items())
+        if which == how
+    ]
     yield "| | architectures | |\n| --- | --- | --- |\n"
-    for how, words in HOW.items():
-        for (which, why), names in sorted(named.items()):
-            if which == how:
-                yield f"| {words}: {why} | {len(names)} | {', '.join(sorted(names))} |\n"
+    for what, names in rows:
+        said = ", ".join(names) if len(names) <= IN_A_CELL else "below"
+        yield f"| {what} | {len(names)} | {said} |\n"
+    for what, names in rows:
+        if len(names) > IN_A_CELL:
+            yield f"\n<details><summary>{what} ({len(names)})</summary>\n\n"
+            for _, alike in groupby(names, lambda name: name[0]):
+                yield f"- {', '.join(alike)}\n"
+            yield "\n</details>\n"
 
 
 def _reason(why: str) -> str:

@@ -175,4 +175,4 @@ def test_whatever_it_is_asked_an_engine_raises_only_value_error(fresh: Node, pai
     assert e.flush(SECONDS)
     assert e.keys(tokens, salt=None) == e.keys(tokens)
     stats = fresh.client().stats()
-    assert stats.reservations == stats.quarantined == 0
+    assert (stats.reservations, stats.quarantined_slots) == (0, {})

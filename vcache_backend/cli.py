@@ -11,6 +11,7 @@ import os
 import shlex
 import signal
 import sys
+import threading
 from collections import Counter
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -103,7 +104,7 @@ def load(path: Path | None, socket: Path | None) -> config.Config:
 
 def connected(path: Path | None, socket: Path | None, reconnect: bool = False) -> Client:
     """Connect to the server, for one command. reconnect: again, whenever the connection is lost.
-    Raises ServerUnavailable with the reason.
+    A terminal is told after a second. Raises ServerUnavailable with the reason.
 
     Every call may take `client.control_seconds`: people can wait, and a busy machine should not end
     a command early."""
@@ -112,7 +113,14 @@ def connected(path: Path | None, socket: Path | None, reconnect: bool = False) -
     loaded = load(path, socket)
     waits = max(loaded.client.control_seconds, loaded.client.request_seconds)
     patient = msgspec.structs.replace(loaded.client, connect_seconds=waits, request_seconds=waits)
-    made = Client(loaded.server.path, patient, reconnect=reconnect)
+    said = f"waiting for the server at {loaded.server.path}"
+    waiting = threading.Timer(1.0, typer.echo, (said,), {"err": True})
+    if sys.stderr.isatty():
+        waiting.start()
+    try:
+        made = Client(loaded.server.path, patient, reconnect=reconnect)
+    finally:
+        waiting.cancel()
     if not made.connected:
         made.close()
         raise ServerUnavailable(made.trouble)

@@ -294,11 +294,28 @@ def _provider(call: partial[Any], fd: int) -> Finding:
 
 # ---- a model
 
+THERE = "name a folder that is there, or a model of Hugging Face"
+
+
+def missing(model: str) -> str:
+    """Say that nothing is at a model's path, which vLLM would then take for a name of Hugging Face.
+    Empty if something is there, and for names."""
+    if model.startswith(("/", "./", "../", "~")):
+        try:
+            os.stat(model)
+        except OSError as error:
+            said = f"no model at {os.path.abspath(model)}: {error.strerror}"
+            return printable(said, MAX_LINE_CHARS)
+    return ""
+
 
 def check_model(config: Config, model: str, seconds: float = 300.0) -> Iterator[Finding]:
     """Ask the installed vLLM, in a child process, whether our connector caches a model (as `vllm
     serve` takes it), and how many tokens a pool holds: see `integration.vllm.model.report`."""
     name = printable(model)
+    if said := missing(model):
+        yield fail("model", said, THERE)
+        return
     if find_spec("vllm") is None:
         lacks = "vLLM is not installed here, and only vLLM knows its models"
         yield fail("model", f"{name}: {lacks}", "run this in vLLM's environment")

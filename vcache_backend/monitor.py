@@ -102,7 +102,6 @@ _GAUGES = {
     "clients": "Processes that are connected: vLLM's scheduler and each worker, and tools.",
     "chunks": "Chunks in the pool.",
     "reservations": "Requests to write into the pool that are under way.",
-    "quarantined": "Writes whose slots are out of use until their writer ends or answers.",
     "rss_bytes": "Resident memory of the server, without the pool's.",
 }
 """By the field of `ServerStats`."""
@@ -148,6 +147,8 @@ class ServerMetrics(Collector):
 def _server(stats: ServerStats) -> Iterator[Metric]:
     for name, what in _GAUGES.items():
         yield _gauge(f"server_{name}", what, [((), getattr(stats, name))])
+    what = "Slots that are out of use until their writer ends or answers."
+    yield _gauge("server_quarantined_slots", what, [((), sum(stats.quarantined_slots.values()))])
     what = "Fields in which connected instances of one model differ, so that they do not share."
     yield _gauge("server_not_shared", what, [((), len(stats.mismatches))])
     since = time.time() - 600

@@ -100,8 +100,7 @@ def status(stats: m.ServerStats) -> Iterator[RenderableType]:
     yield _counts(**rate, up=up, clients=stats.clients, memory=memory)
     if known := sorted({one.vllm for one in stats.instances if one.vllm}):
         yield _counts(vllm="; ".join(known))
-    pool = {"chunks": stats.chunks, "reservations": stats.reservations}
-    yield _counts(**pool, quarantined=stats.quarantined)
+    yield _counts(chunks=stats.chunks, reservations=stats.reservations)
     faults = _mismatches(stats), _quarantined(stats), _reports(stats.reports)
     tables = *faults, _instances(stats), _reads(stats), _segments(stats)
     yield from (each for each in tables if each.row_count)
@@ -178,8 +177,9 @@ def _reports(reports: Sequence[m.Reported]) -> Table:
 
 def _quarantined(stats: m.ServerStats) -> Table:
     """Make a row for each process with slots in quarantine."""
-    rows = [(str(pid), f"{slots:,}") for pid, slots in sorted(stats.quarantined_slots.items())]
-    return table("Slots in quarantine until their writer ends or answers", ("pid", "slots"), rows)
+    why = "the process may still write there; end it if it hangs"
+    rows = [(str(pid), f"{slots:,}", why) for pid, slots in sorted(stats.quarantined_slots.items())]
+    return table("Slots in quarantine", (">pid", ">slots", "~what to do"), rows)
 
 
 def _mismatches(stats: m.ServerStats) -> Table:

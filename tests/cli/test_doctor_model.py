@@ -16,8 +16,10 @@ import pytest
 from test_doctor import config, only
 from vllm_cases import beside_vllm, doctor_report, needs_vllm
 
+from vcache_backend import prove
 from vcache_backend.config import Config
-from vcache_backend.doctor import Finding, check_model, diagnose
+from vcache_backend.doctor import THERE, Finding, check_model, diagnose
+from vcache_backend.errors import VCacheError
 
 __all__ = ["config"]
 
@@ -110,6 +112,22 @@ def test_vllm_that_does_not_answer_is_no_fault_of_the_doctor(tmp_path: Path) -> 
     (finding,) = check_model(Config(), str(written(tmp_path, LLAMA)), seconds=0.01)
     assert (finding.status, finding.advice) == ("fail", "start vLLM with it and see its log")
     assert "vLLM could not be asked" in finding.detail
+
+
+@pytest.mark.parametrize("path", ["{}/llama", "./llama", "../llama", "~/llama"])
+def test_a_path_that_is_not_there_is_named_before_vllm_is_asked(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would take it for a name of Hugging Face, and say so after a minute. It does not expand
+    `~`."""
+    (tmp_path / "home").mkdir()
+    monkeypatch.chdir(tmp_path / "home")
+    path = path.format(tmp_path)
+    said = f"{os.path.abspath(path)}: No such file or directory"
+    (finding,) = check_model(Config(), path)
+    assert (finding.status, said in finding.detail, finding.advice) == ("fail", True, THERE)
+    with pytest.raises(VCacheError, match=f"{said}; {THERE}"):
+        prove.run(prove.Settings(path), print)
 
 
 def test_without_vllm_nobody_guesses(

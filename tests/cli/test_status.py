@@ -17,7 +17,7 @@ import msgspec
 from processes import ROOT, ran, stage
 from rich.console import Console
 
-from vcache_backend import status, tables
+from vcache_backend import monitor, status, tables
 from vcache_backend.protocol import messages as m
 
 ID = m.SegmentId("0123456789ab")
@@ -28,7 +28,7 @@ LATENCY = {"lookup": m.Latency(40, 12.5, 80.25), "clear": m.Latency(0, 0, 0)}
 NAMESPACES = {"00ff00ff00ff00ff": "llama bf16"}
 HITS = {"00ff00ff00ff00ff": (1600, 1280), "11": (400, 220)}
 TABLES: Any = (COUNTERS, LATENCY, [SEGMENT], NAMESPACES, 50 << 20)
-STATS = m.ServerStats(5, 93784, 3, 1536, 1, 0, *TABLES, hits=HITS)
+STATS = m.ServerStats(5, 93784, 3, 1536, 1, {}, *TABLES, hits=HITS)
 """Behind the run: seconds, clients, chunks, a reservation, none in quarantine."""
 UUID = "GPU-3c1f5a3e-1111-2222-3333-444444444444"
 ONE = m.InstanceStats("ab" * 16, UUID, 4_194_303, 2_097_152, 131_072, name=":8000", silent=0.4)
@@ -124,6 +124,15 @@ def test_an_arrow_leads_from_owner_to_reader_and_the_most_tokens_come_first() ->
     assert "Who read" not in text_of(STATS)
 
 
+def test_slots_in_quarantine_are_shown_with_the_pid_of_their_writer() -> None:
+    stats = msgspec.structs.replace(STATS, quarantined_slots={4711: 3, 4712: 1})
+    _, _, said = text_of(stats).partition("\nSlots in quarantine ")
+    assert [line.split()[:2] for line in said.splitlines()[2:4]] == [["4711", "3"], ["4712", "1"]]
+    assert status.summary(stats)["quarantined_slots"] == {4711: 3, 4712: 1}
+    made = {one.name: one.samples for one in monitor.ServerMetrics(lambda: stats).collect()}
+    assert [one.value for one in made["vcache_server_quarantined_slots"]] == [4]
+
+
 def test_what_was_saved_is_on_the_first_screen_of_80_by_24() -> None:
     counters = COUNTERS | {"loaded_tokens": 1_234_567_890}
     busy = msgspec.structs.replace(
@@ -135,6 +144,21 @@ def test_what_was_saved_is_on_the_first_screen_of_80_by_24() -> None:
     assert len(screen) <= 24
     young = msgspec.structs.replace(busy, uptime_seconds=30.0)
     assert status.saved(young)["requests/s with a hit"] == "3.0"
+
+
+def test_a_terminal_is_told_that_the_server_is_waited_for(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "vcache_backend", "status", "--socket"]
+    with stage(tmp_path) as here:
+        server, path = here.server(), str(here.path)
+        screen, terminal = pty.openpty()
+        with server.stopped():
+            done = ran(*command, path)
+            assert (done.returncode, "waiting" in done.stderr) == (1, False)
+            asking = subprocess.Popen([*command, path], stderr=terminal, cwd=ROOT)
+            os.close(terminal)
+            said = os.read(screen, 1 << 16).decode()
+        assert (asking.wait(), said.strip()) == (0, f"waiting for the server at {path}")
+        os.close(screen)
 
 
 def test_top_goes_on_over_a_restart_and_gives_the_terminal_back(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_statistics_stay_readable_with_more_reports_and_segments_than_fit(memfd:
 def test_statistics_fit_a_message_however_many_processes_left_slots_in_quarantine() -> None:
     id_, device = m.SegmentId("s" * 64), "\N{GRINNING FACE}" * 64
     segments = [m.SegmentInfo(id_, device, "host", m.MAX_SEGMENT_BYTES)] * m.MAX_SEGMENTS
-    stats = m.ServerStats(1, 1.0, 1, 0, 0, 0, {}, {}, segments, {}, 1)
+    stats = m.ServerStats(1, 1.0, 1, 0, 0, {}, {}, {}, segments, {}, 1)
     left = dict.fromkeys(range(1 << 20, (1 << 20) + 30_000), 1)
     whole = msgspec.structs.replace(stats, quarantined_slots=left)
     assert len(sockets.encode(fitting(whole))) > m.MAX_MESSAGE_BYTES // 2

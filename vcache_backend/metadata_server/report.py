@@ -217,7 +217,7 @@ def server_stats(service: Service) -> m.ServerStats:
         clients=len(layouts.clients),
         chunks=len(directory),
         reservations=len(directory.writes) - len(quarantined),
-        quarantined=len(quarantined),
+        quarantined_slots=dict(slots),
         counters=dict(service.counters),
         latency={
             n: m.Latency(h.count, h.percentile(0.5), h.percentile(0.99), h.total_us)
@@ -227,7 +227,6 @@ def server_stats(service: Service) -> m.ServerStats:
         namespaces=layouts.namespaces(),
         rss_bytes=_rss_bytes(),
         reports=service.reports.newest_last(),
-        quarantined_slots=dict(slots),
         mismatches=layouts.mismatches(),
         instances=instances,
         reads=in_place.reads(layouts.clients.values()),

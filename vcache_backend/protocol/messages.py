@@ -16,7 +16,7 @@ from typing import Annotated, Literal, NewType, Self, cast
 import msgspec
 from msgspec.structs import replace
 
-PROTOCOL_VERSION = 29
+PROTOCOL_VERSION = 30
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger
 packet is disconnected."""
@@ -785,14 +785,13 @@ class ServerStats(Reply, frozen=True, tag="server_stats"):
     clients: int
     chunks: int
     reservations: int
-    quarantined: int
+    quarantined_slots: dict[int, int]
     counters: dict[str, int]
     latency: dict[str, Latency]
     segments: list[SegmentInfo]
     namespaces: dict[str, str]
     rss_bytes: int
     reports: list[Reported] = []
-    quarantined_slots: dict[int, int] = {}
     mismatches: list[Mismatch] = []
     instances: list[InstanceStats] = []
     reads: list[ReadStats] = []

@@ -22,7 +22,7 @@ import msgspec
 
 from vcache_backend.children import Child, ChildFailed, MetadataServer, environment, module
 from vcache_backend.config import ClientConfig
-from vcache_backend.doctor import Finding, has_nvidia
+from vcache_backend.doctor import THERE, Finding, has_nvidia, missing
 from vcache_backend.errors import VCacheError
 from vcache_backend.proofs import Proof
 from vcache_backend.protocol.client import Client
@@ -61,6 +61,8 @@ def run(settings: Settings, tell: Callable[[str], None]) -> tuple[Proof, list[Fi
 
     Takes minutes, and leaves no process behind, even if killed. VCacheError if it cannot be tried,
     or a process ends."""
+    if said := missing(settings.model):
+        raise VCacheError(f"{said}; {THERE}")
     if find_spec("vllm") is None:
         raise VCacheError(
             f"vLLM is not installed in {sys.prefix}, where vcache is: install vcache beside vLLM"
