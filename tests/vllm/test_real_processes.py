@@ -70,6 +70,11 @@ def most_resident(here: Node) -> int:
     return max(one.resident for one in here.stats().instances)
 
 
+def resident(here: Node) -> int:
+    """The blocks that all instances share in place."""
+    return sum(one.resident for one in here.stats().instances)
+
+
 def promises_kept(here: Node) -> int:
     """How many promised chunks all ranks have stored."""
     return int(here.stats().counters.get("promised_chunks_arrived", 0))
@@ -374,10 +379,12 @@ def test_the_router_of_the_page_sends_requests_to_servers_that_share(here: Node)
         for url, port in zip(urls, events, strict=True):
             knows += ["--kv-event-source", f"{url}=tcp://127.0.0.1:{port}"]
         for name, given in (("page", arguments), ("kv_aware", knows)):
-            tokens = new_tokens(LENGTH + 1)
+            tokens, before = new_tokens(LENGTH + 1), resident(here)
             with routed(here.folder / f"{name}.log", given) as address:
                 computed, cached = complete(address, tokens)
                 assert cached == 0
+                # A server waits no longer than some steps for what the other has computed.
+                eventually(lambda before=before: resident(here) >= before + LENGTH // BLOCK)
                 assert complete(address, tokens) == (computed, LENGTH)
                 # The other server reads what the first has.
                 answers = [complete(url, tokens) for url in urls]
@@ -421,8 +428,7 @@ def test_the_documents_one_command_shares_among_its_ranks(tmp_path: Path) -> Non
                 complete(address, new_tokens(5), rank=rank)
             assert complete(address, tokens)[1] == 0
             own = complete(address, tokens)
-            blocks = LENGTH // BLOCK
-            eventually(lambda: sum(one.resident for one in here.stats().instances) >= blocks)
+            eventually(lambda: resident(here) >= LENGTH // BLOCK)
             hit = complete(address, tokens, rank=1)
             assert (hit[1], own[1]) == (LENGTH, LENGTH)
             assert hit == own
