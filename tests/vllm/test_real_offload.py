@@ -136,8 +136,9 @@ its objects are gone: a busy machine made that of some steps.
 
 @pytest.fixture(scope="module")
 def depot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Depot]:
-    """One that these tests break, and mend."""
-    with Depot(tmp_path_factory.mktemp("mooncake"), (64 * MIB,), client_ttl=3) as made:
+    """One that these tests break, and mend. Nobody takes a provider that is slow for dead: its
+    objects would be gone."""
+    with Depot(tmp_path_factory.mktemp("mooncake"), (64 * MIB,), client_ttl=600) as made:
         yield made
 
 
