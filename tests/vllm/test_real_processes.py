@@ -378,13 +378,15 @@ def test_the_router_of_the_page_sends_requests_to_servers_that_share(here: Node)
         knows += ["--kv-event-model", "tiny", "--worker-urls", *urls]
         for url, port in zip(urls, events, strict=True):
             knows += ["--kv-event-source", f"{url}=tcp://127.0.0.1:{port}"]
-        for name, given in (("page", arguments), ("kv_aware", knows)):
-            tokens, before = new_tokens(LENGTH + 1), resident(here)
+        both = ("page", arguments), ("kv_aware", knows)
+        for turn, (name, given) in enumerate(both):
+            tokens = new_tokens(LENGTH + 1)
             with routed(here.folder / f"{name}.log", given) as address:
                 computed, cached = complete(address, tokens)
                 assert cached == 0
                 # A server waits no longer than some steps for what the other has computed.
-                eventually(lambda before=before: resident(here) >= before + LENGTH // BLOCK)
+                there = (2 * turn + 1) * LENGTH // BLOCK
+                eventually(lambda there=there: resident(here) >= there)
                 assert complete(address, tokens) == (computed, LENGTH)
                 # The other server reads what the first has.
                 answers = [complete(url, tokens) for url in urls]
