@@ -481,6 +481,7 @@ class Node:
             assert instance.ask("told")
         else:
             self.stored(chunks)
+            assert instance.ask("promised")
 
     def chunk_keys(self) -> list[ChunkKey]:
         """Of the chunks in the pool, from the server's tables, once no store is under way."""

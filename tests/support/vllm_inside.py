@@ -210,8 +210,19 @@ class Serving:
         return int((sum(written) >= (len(written) if everywhere else 1)).sum())
 
     def told(self) -> bool:
-        """Wait until what the steps so far have written, stored or saved is known to the server."""
-        return flush_kv(None, PATIENCE_SECONDS)
+        """Wait until what the steps so far have promised, written, stored or saved is known to the
+        server."""
+        return self.promised() and flush_kv(None, PATIENCE_SECONDS)
+
+    def promised(self) -> bool:
+        """Wait until the server has heard of what the scheduler has promised, if that is in this
+        process: a promise that comes late is believed, though what was kept of it is gone."""
+        core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
+        connector = getattr(core and core.scheduler, "connector", None)
+        ours = next(iter(getattr(connector, "_connectors", [connector])))
+        half = getattr(ours, "_half", None)
+        outbox = half and half.context.outbox
+        return outbox is None or bool(outbox.flush(PATIENCE_SECONDS))
 
     def scheduler(self, name: str) -> bool:
         """What vLLM's scheduler has decided by its configuration."""

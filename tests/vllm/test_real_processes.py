@@ -210,7 +210,9 @@ def test_what_another_connector_failed_to_load_reaches_nobody_through_the_pool(h
     given |= {"kv_load_failure_policy": "recompute"}
     more = {"async_scheduling": False, "disable_hybrid_kv_cache_manager": True}
     failing = here.alone("failing", runner, kv_transfer_config=given, **more)
-    reader, tokens = here.connect("reader", environment=runner), new_tokens(LENGTH + 17)
+    # A late word of the other's promise must not have it wait for what was cleared.
+    at_once = {"connector": {"wait_factor": 0}}
+    reader, tokens = here.connect("reader", at_once, runner), new_tokens(LENGTH + 17)
     computed = here.keep(failing, tokens)
     failing.forget()
     with here.connection() as client:
