@@ -97,7 +97,13 @@ def test_each_rank_stores_and_loads_its_part(here: Node, which: str) -> None:
         tokens_of = dict.fromkeys(("lookup_hit_tokens", "loaded_tokens"), LENGTH)
         bytes_of = dict.fromkeys(("loaded_bytes", "stored_bytes"), LENGTH * vllm_cases.TOKEN_BYTES)
         counts = tokens_of | bytes_of | {"failures": 0}
-        assert {name: ranks.counter(f"vllm:vcache_{name}") for name in counts} == counts
+
+        def counted() -> bool:
+            """What is visible is counted a little later, and told with a later step."""
+            ranks.one(tokens[:5])
+            return {name: ranks.counter(f"vllm:vcache_{name}") for name in counts} == counts
+
+        eventually(counted)
         with here.corrupted():
             assert ranks.again(tokens).differs(computed)
         eventually(lambda: len(set(here.chunk_keys()) - set(known)) == 2 * 4)
