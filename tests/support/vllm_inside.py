@@ -214,6 +214,10 @@ class Serving:
         server."""
         return self.promised() and flush_kv(None, PATIENCE_SECONDS)
 
+    def ranks_told(self) -> bool:
+        """The same of what ranks in processes of their own have written and stored."""
+        return all(self.llm.collective_rpc(flush_kv, args=(PATIENCE_SECONDS,)))
+
     def promised(self) -> bool:
         """Wait until the server has heard of what the scheduler has promised, if that is in this
         process: a promise that comes late is believed, though what was kept of it is gone."""

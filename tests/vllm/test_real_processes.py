@@ -65,11 +65,6 @@ def _ends(serving: Any) -> list[int]:
     return [max(ring) for ring in scheduler.connector._ends._rings]
 
 
-def most_resident(here: Node) -> int:
-    """The most blocks that an instance shares in place."""
-    return max(one.resident for one in here.stats().instances)
-
-
 def resident(here: Node) -> int:
     """The blocks that all instances share in place."""
     return sum(one.resident for one in here.stats().instances)
@@ -165,7 +160,7 @@ def test_each_rank_reads_from_the_same_rank_of_another(tmp_path: Path, isolated:
         reader = here.connect("reader", IN_PLACE, **traced)
         tokens, hits = new_tokens(LENGTH + 17), LENGTH
         computed = owner.one(tokens)
-        eventually(lambda: most_resident(here) >= hits // BLOCK)
+        assert owner.ask("ranks_told")
         assert {one.pid == 0 for one in here.stats().instances} == {isolated}
         hit, own = reader.one(tokens), owner.one(tokens)
         assert (hit.cached, own.cached) == (hits, hits)
@@ -186,7 +181,7 @@ def test_each_rank_reads_from_the_same_rank_of_another(tmp_path: Path, isolated:
         lost, right = lost_by_one(reader, longer)
         assert lost.agrees(right)
         hits += 3 * CHUNK
-        eventually(lambda: most_resident(here) >= hits // BLOCK)
+        assert reader.ask("ranks_told")
         after = owner.again(longer)
         assert after.cached == hits
         assert after.agrees(right)
