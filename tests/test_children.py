@@ -7,8 +7,10 @@ import signal
 from pathlib import Path
 
 import pytest
+from processes import PATIENT, python_path
 
-from vcache_backend.children import Program, module
+from vcache_backend.children import MetadataServer, Program, module
+from vcache_backend.protocol.client import Client
 
 
 def test_an_interrupt_in_the_middle_of_a_fork_is_not_lost(tmp_path: Path) -> None:
@@ -28,3 +30,21 @@ def test_an_interrupt_in_the_middle_of_a_fork_is_not_lost(tmp_path: Path) -> Non
     finally:
         signal.signal(signal.SIGINT, before)
     assert not pending
+
+
+LATE = """import socket, time
+listen = socket.socket.listen
+socket.socket.listen = lambda self, *most: (time.sleep(0.3), listen(self, *most))
+"""
+
+
+def test_a_metadata_server_that_was_started_serves(tmp_path: Path) -> None:
+    """Its socket's path is there before it listens, on a machine that is slow then long before."""
+    (tmp_path / "sitecustomize.py").write_text(LATE)
+    given = os.environ | {"PYTHONPATH": f"{tmp_path}:{python_path()}"}
+    path = tmp_path / "vcache.sock"
+    with (
+        MetadataServer(path, tmp_path / "log", given),
+        Client(path, PATIENT, reconnect=False) as client,
+    ):
+        assert client.connected

@@ -9,6 +9,7 @@ import ctypes
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -242,7 +243,12 @@ class MetadataServer(Program):
     def start(self) -> None:
         self.path.unlink(missing_ok=True)
         super().start()
-        self.until(self.path.exists)
+        self.until(self._listens)
+
+    def _listens(self) -> bool:
+        """Whether a client can connect. The socket's path is there a moment earlier."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            return not probe.connect_ex(str(self.path))
 
 
 def until(what: Callable[[], T], seconds: float, every: float = 0.01) -> T:

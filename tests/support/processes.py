@@ -94,8 +94,11 @@ def descriptors_of(pid: int | str) -> list[str]:
 
 def children_of(pid: int) -> list[int]:
     """In the order in which they were started."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(one) for task in tasks for one in (task / "children").read_text().split()]
+    pids = list[int]()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):  # a thread that has just ended
+            pids += map(int, (task / "children").read_text().split())
+    return pids
 
 
 class Process:

@@ -481,9 +481,11 @@ class Node:
             assert instance.ask("told")
         else:
             self.stored(chunks)
+            assert instance.ask("promised")
 
     def chunk_keys(self) -> list[ChunkKey]:
-        """Of the chunks in the pool, from the server's tables."""
+        """Of the chunks in the pool, from the server's tables, once no store is under way."""
+        self.chunks()
         return processes.pool_keys(self.socket)
 
     def empty(self) -> None:

@@ -210,8 +210,23 @@ class Serving:
         return int((sum(written) >= (len(written) if everywhere else 1)).sum())
 
     def told(self) -> bool:
-        """Wait until what the steps so far have written, stored or saved is known to the server."""
-        return flush_kv(None, PATIENCE_SECONDS)
+        """Wait until what the steps so far have promised, written, stored or saved is known to the
+        server."""
+        return self.promised() and flush_kv(None, PATIENCE_SECONDS)
+
+    def ranks_told(self) -> bool:
+        """The same of what ranks in processes of their own have written and stored."""
+        return all(self.llm.collective_rpc(flush_kv, args=(PATIENCE_SECONDS,)))
+
+    def promised(self) -> bool:
+        """Wait until the server has heard of what the scheduler has promised, if that is in this
+        process: a promise that comes late is believed, though what was kept of it is gone."""
+        core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
+        connector = getattr(core and core.scheduler, "connector", None)
+        ours = next(iter(getattr(connector, "_connectors", [connector])))
+        half = getattr(ours, "_half", None)
+        outbox = half and half.context.outbox
+        return outbox is None or bool(outbox.flush(PATIENCE_SECONDS))
 
     def scheduler(self, name: str) -> bool:
         """What vLLM's scheduler has decided by its configuration."""
@@ -285,14 +300,32 @@ class Serving:
 
         multi.PATIENCE_SECONDS = seconds
 
-    def finds_lmcache(self) -> list[bool]:
-        """Whether the scheduler's half of LMCache's connector, and the worker's, beside ours takes
-        its server for alive."""
+    def finds_lmcache(self, seconds: float) -> list[bool]:
+        """Whether LMCache's server answers the scheduler's half of its connector, and the worker's,
+        beside ours within so many seconds; they go by it from now on."""
+        found = []
+        for adapter in self._lmcache():
+            adapter._ensure_heartbeat_started()
+            beats = getattr(adapter, "_heartbeats", None) or {"": adapter._heartbeat}
+            for beat in beats.values():
+                beat._interval, kept = seconds, beat._interval
+                beat._execute()
+                beat._interval = kept
+            found.append(adapter.is_healthy)
+        return found
+
+    def hurry_lmcache(self, seconds: float) -> None:
+        """Its connector beside ours waits no longer for an answer of its server."""
+        for adapter in self._lmcache():
+            adapter._mq_timeout = seconds
+
+    def _lmcache(self) -> list[Any]:
         core = self.llm.llm_engine.engine_core.engine_core
         halves = core.scheduler.connector, get_kv_transfer_group()
         names = "scheduler_adapter", "worker_adapter"
-        both = zip(halves, names, strict=True)
-        return [getattr(half._connectors[1], name).is_healthy for half, name in both]
+        return [
+            getattr(half._connectors[1], name) for half, name in zip(halves, names, strict=True)
+        ]
 
     # ---- places
 

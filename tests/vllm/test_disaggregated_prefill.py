@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -37,6 +36,8 @@ START_SECONDS = 300.0
 """Until both servers serve: 40 s on two idle cores."""
 WHOLE, TAIL = 512, 8
 CHUNKS = WHOLE // 64
+FAILED = "the prefill server failed"
+"""What the proxy says."""
 
 pytestmark = pytest.mark.timeout(START_SECONDS + 60)
 
@@ -138,8 +139,9 @@ class Counting(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         asked: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.failures += self.server.fails
         self.server.asked.append(asked)
-        time.sleep(self.server.seconds)
+        eventually(self.server.ready)
         self.send_response(500 if self.server.fails else 200)
         self.send_header("Content-Length", "2")
         self.end_headers()
@@ -152,13 +154,21 @@ class Counting(BaseHTTPRequestHandler):
 @pytest.mark.skipif(find_spec("aiohttp") is None, reason="needs aiohttp")
 def test_two_prefill_servers_and_two_decode_servers_are_asked_in_turn() -> None:
     """Whoever of the first fails is left out, and the others' prompts are still announced."""
+    servers: list[Any] = []
+
+    def prefilled() -> bool:
+        """The prefill servers have been asked as often as the others, and each failure was said."""
+        before, behind = (
+            sum(len(one.asked) for one in pair) for pair in (servers[:2], servers[2:])
+        )
+        return before >= behind and child.said().count(FAILED) >= servers[0].failures
+
     with ExitStack() as undo:
-        servers = []
         for _ in range(4):
             servers.append(undo.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), Counting)))
-            # The decode servers wait for the prefill servers.
-            servers[-1].seconds = 0.2 if len(servers) > 2 else 0.0
-            servers[-1].asked, servers[-1].fails = [], False
+            servers[-1].asked, servers[-1].fails, servers[-1].failures = [], False, 0
+            # With the decode server's answer the proxy gives the prefill server's up.
+            servers[-1].ready = prefilled if len(servers) > 2 else lambda: True
             Thread(target=servers[-1].serve_forever, daemon=True).start()
             undo.callback(servers[-1].shutdown)
         urls = [f"http://127.0.0.1:{one.server_port}" for one in servers]
@@ -178,7 +188,7 @@ def test_two_prefill_servers_and_two_decode_servers_are_asked_in_turn() -> None:
         assert ask(4) == [2, 2, 2, 2]
         servers[0].fails = True
         ask(2)
-        child.expect("the prefill server failed")
+        child.expect(FAILED)
         assert ask(4)[1] == 7
         announced = [one["kv_transfer_params"] for one in servers[2].asked + servers[3].asked]
         assert len(announced) == 10
@@ -210,7 +220,7 @@ def test_without_a_prefill_server_the_decode_server_computes_and_the_proxy_says(
     os.killpg(site.producer, signal.SIGKILL)
     with site.another_proxy("--wait-seconds", "1") as (url, child):
         assert site.ask(url, first) == Completed(right[0], 0)
-        said = child.expect("request 1: the prefill server failed")
+        said = child.expect(f"request 1: {FAILED}")
         assert "computes the prompt itself after 1 s" in said
         assert site.ask(url, second) == Completed(right[1], 0)
         child.expect("request 2: not announced")

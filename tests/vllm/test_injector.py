@@ -60,7 +60,12 @@ class Mode:
             keep(self.owner, prompt.tokens, max_tokens=2)
         self.load = [shared, other, fresh, more, *kept]
         self.answers = here.alone(f"{name} aside").run(shared, fresh, other, more, *kept)
-        self.calls: dict[str, int] = self.reader.ask("functions", self.load)
+        self.calls = self.called()
+
+    def called(self) -> dict[str, int]:
+        """How often each function is called in a run without an exception."""
+        calls: dict[str, int] = self.reader.ask("functions", self.load)
+        return calls
 
     def cases(self, other: Mode) -> Iterator[Case]:
         for cases in ways(self.calls):
@@ -88,7 +93,8 @@ def test_one_exception_of_ours_ends_nothing(
 ) -> None:
     (other,) = (made for name, made in modes.items() if name != share)
     mode = modes[share]
-    outcomes_of(share, mode.cases(other), mode.outcome_of, FILES, record_property)
+    cases = mode.cases(other)
+    outcomes_of(share, cases, mode.outcome_of, FILES, record_property, mode.called)
 
 
 @pytest.mark.timeout(600)
@@ -97,4 +103,5 @@ def test_what_stands_beside_another_connector_ends_nothing_either(
 ) -> None:
     mode = Mode(here, "in_place", beside=True)
     cases = chain.from_iterable(ways(mode.calls, every_way=True))
-    outcomes_of("beside", cases, mode.outcome_of, {"vllm/multi.py"}, record_property)
+    of = {"vllm/multi.py"}
+    outcomes_of("beside", cases, mode.outcome_of, of, record_property, mode.called)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import vllm_cases
 import yaml
-from processes import ROOT, Worker, eventually
+from processes import ROOT, SECONDS, Worker, eventually
 from vllm_cases import (
     ANSWER_SECONDS,
     BLOCK,
@@ -67,18 +67,16 @@ class Beside:
         self.server = Worker(vllm_cases.home(), object, name="lmcache", log=log)
         self.here.undo.enter_context(self.server)
         self.server.tell(_lmcache, told.split())
-        # LMCache's calls wait in vLLM's threads, for at most this long.
         eventually(lambda: "startup complete" in self.server.log, ANSWER_SECONDS)
 
-    def start(
-        self, name: str, role: str = "kv_both", heartbeat: float = 2.0, **arguments: Any
-    ) -> Instance:
+    def start(self, name: str, role: str = "kv_both", **arguments: Any) -> Instance:
         """With the file that the page names, at the test's ports."""
         given = yaml.safe_load((ROOT / "configs" / "vllm-lmcache.yaml").read_text())
         given = given["kv-transfer-config"]
         ours, theirs = given["kv_connector_extra_config"]["connectors"]
         ours |= self.here.transfer(IN_PLACE)
-        changes = {"port": self.port, "mq_timeout": 2.0, "heartbeat_interval": heartbeat}
+        # Nobody takes a slow server for a dead one but who is told to look: `noticed`.
+        changes = {"port": self.port, "mq_timeout": SECONDS, "heartbeat_interval": 10 * SECONDS}
         theirs["kv_connector_extra_config"] |= {
             f"lmcache.mp.{key}": changes[key] for key in changes
         }
@@ -119,9 +117,10 @@ def computed(instance: Instance, tokens: list[int]) -> Answer:
 
 
 def noticed(alive: bool, *instances: Instance) -> None:
-    """Wait until the instances have noticed whether LMCache's server is there."""
+    """Have the instances notice whether LMCache's server is there."""
+    seconds = SECONDS if alive else 0.5
     for one in instances:
-        eventually(lambda one=one: one.ask("finds_lmcache") == [alive, alive])
+        eventually(lambda one=one: one.ask("finds_lmcache", seconds) == [alive, alive])
 
 
 def test_the_longest_hit_counts_whoever_has_it(beside: Beside, quick: Node) -> None:
@@ -170,10 +169,11 @@ def test_whoever_does_not_answer_or_raises_leaves_the_other(beside: Beside, quic
     one, two, three, four = (new_tokens(TOKENS) for _ in range(4))
     right = [quick.aside.one(tokens) for tokens in (one, two, three, three, four, four)]
     # What LMCache stores in its server waits for the server, within a step.
-    a, b = beside.start("one", "kv_consumer", heartbeat=60.0), beside.start("two")
+    a, b = beside.start("one", "kv_consumer"), beside.start("two")
     computed(quick.a, one)
     forget(a, b)
     with beside.server.stopped():
+        a.ask("hurry_lmcache", 2.0)
         found = [a.one(one)]
         a.ask("patience", 0.1)
         found.append(a.one(two))

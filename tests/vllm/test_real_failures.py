@@ -153,6 +153,9 @@ def test_what_fails_around_a_load_costs_a_computation_and_no_more(
     unpolluted(fleet, reader, tokens, right)
     if what == "server killed":
         assert reader.again(tokens).agrees(right)
+        if way == "in place":
+            # Nothing is said of a server that is back before that was noticed.
+            eventually(lambda: "until it is back" in reader.log)
         here.serve_again(stores=way != "in place")
     elif what in ("owner killed", "owner reset", "owner forget"):
         fleet.keep(way, tokens)

@@ -35,6 +35,7 @@ from vllm_cases import (
 )
 
 from vcache_backend.offload.objects import NAME_PREFIX
+from vcache_backend.protocol.messages import NAMESPACE_BYTES
 
 CHUNK_BYTES = CHUNK * TOKEN_BYTES
 ROOM = 16
@@ -71,15 +72,19 @@ class Two:
     def names(self) -> set[str]:
         return names_in(self.depot)
 
-    def keep(self, tokens: list[int], instance: Instance | None = None) -> tuple[Answer, set[str]]:
-        """Have it computed by `instance`, by default `a`: its answer, and the names of the new objects, once all
-        its chunks are in the store.
+    def keep(self, tokens: list[int]) -> tuple[Answer, set[str]]:
+        """Have it computed by `a`: its answer, and the names of its objects, once all its chunks
+        are in the store.
         """
-        before = self.names()
-        answer = (instance or self.a).one(tokens)
-        chunks = len(tokens) // CHUNK - answer.cached // CHUNK
-        new = eventually(lambda: len(found := self.names() - before) >= chunks and found)
-        return answer, new
+        known = set(self.first.chunk_keys())
+        answer = self.a.one(tokens)
+        new = {key[NAMESPACE_BYTES:].hex() for key in set(self.first.chunk_keys()) - known}
+        assert len(new) == len(tokens) // CHUNK - answer.cached // CHUNK
+
+        def objects() -> set[str]:
+            return {name for name in self.names() if name.rpartition("/")[2] in new}
+
+        return answer, eventually(lambda: len(found := objects()) == len(new) and found)
 
     def kept(self) -> tuple[list[int], Answer]:
         """A new prompt of four chunks and a tail: what `a`, which has it in its own cache
@@ -115,7 +120,8 @@ class Two:
         return int(self.second.stats().chunks)
 
     def empty(self) -> None:
-        """The second node's pool holds nothing any more."""
+        """The second node's pool holds nothing any more, and nothing is on its way there."""
+        self.second.chunks()
         self.second.empty()
 
 
@@ -136,8 +142,9 @@ its objects are gone: a busy machine made that of some steps.
 
 @pytest.fixture(scope="module")
 def depot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Depot]:
-    """One that these tests break, and mend."""
-    with Depot(tmp_path_factory.mktemp("mooncake"), (64 * MIB,), client_ttl=3) as made:
+    """One that these tests break, and mend. Nobody takes a provider that is slow for dead: its
+    objects would be gone."""
+    with Depot(tmp_path_factory.mktemp("mooncake"), (64 * MIB,), client_ttl=600) as made:
         yield made
 
 
