@@ -23,6 +23,7 @@ import yaml
 from mooncake_cases import needs_mooncake
 from processes import ROOT, Child, command_line, eventually, ran, with_words
 from vllm_cases import beside_vllm, forking, missing
+from vllm_models import write_model
 
 from benchmarks.processes import free_ports
 from vcache_backend import config as configuration
@@ -145,7 +146,9 @@ def test_a_real_model_answers_in_the_same_words_from_kv_that_another_server_comp
 @NEEDS_VLLM
 def test_a_killed_example_ends_what_it_started(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with example(folder, "--model", str(folder)) as child:
+    # One that vLLM can serve: else its servers could end before this test counts them.
+    serves = ["--model", str(write_model(folder / "model")), "--lengths", "64"]
+    with example(folder, *serves, "--", "--skip-tokenizer-init") as child:
         child.expect("instance B: starting")
         assert len(with_words(folder)) >= 4
         child.kill()
