@@ -84,7 +84,7 @@ def test_a_later_server_knows_of_all_resets(alone: Stage, memfd: int) -> None:
         with Raw(alone.path) as raw:
             assert raw.ask("contains", [A])[2] == epoch > 0
     # Until it hears of a server's end, it takes the connection for a good one.
-    eventually(lambda: client.epoch == raw.welcome[1] and client.list_segments())
+    eventually(lambda: client.run_id == raw.welcome[1] and client.list_segments())
     assert client.contains([A, B]) == [False, True]
 
 
