@@ -77,10 +77,10 @@ def test_an_absent_master_is_found_later(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_a_hung_master_is_left_alone_and_all_is_well_when_it_goes_on(own_depot: Depot) -> None:
-    config = own_depot.offload(failures=1, mooncake={"rpc_seconds": 0.5}, **QUICK)
+    config = own_depot.offload(failures=1, mooncake={"rpc_seconds": 2.0}, **QUICK)
     store, (buffer, *_) = opened(config)
     names = new_names(1)
-    store.put(names, places(buffer))
+    assert store.put(names, places(buffer)) == [STORED]
     process = pid(store)
     own_depot.master.stop()
     assert store.lookup(names) is None
