@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from prefill_proxy import ORDERS
-from serving import Process, Site, ask, main, parser, prompts, report, two_servers
+from serving import Machine, Process, Site, ask, main, parser, prompts, report, two_servers
 
 PROXY = Path(__file__).resolve().with_name("prefill_proxy.py")
 SHARES = ("in_place", "pool")
@@ -72,7 +72,9 @@ def one_round(site: Site, proxy: Process, prompts: list[list[int]]) -> list[dict
     return rows
 
 
-def transfer(socket: Path, chunk: int, share: str, role: str, pool: str | int) -> dict[str, Any]:
+def transfer(
+    socket: Path, machine: Machine, share: str, role: str, pool: str | int
+) -> dict[str, Any]:
     """`--kv-transfer-config` of a server that lends so much to the pool, if there is one."""
     return {
         "kv_connector": "VCacheConnector",
@@ -80,9 +82,10 @@ def transfer(socket: Path, chunk: int, share: str, role: str, pool: str | int) -
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "server": {"socket": str(socket)},
+            "client": machine.client,
             "pool": {"segment_bytes": pool if share == "pool" else 0},
-            "engine": {"chunk_size": chunk},
-            "connector": {"share": share, "min_hit_tokens": chunk},
+            "engine": {"chunk_size": machine.chunk},
+            "connector": {"share": share, "min_hit_tokens": machine.chunk},
         },
     }
 
@@ -93,8 +96,7 @@ def run(options: argparse.Namespace, folder: Path) -> int:
     # Only the prefill server lends memory, and only to a pool: it stores, the other loads.
     roles = (("kv_producer", options.machine.pool), ("kv_consumer", 0))
     transfers = [
-        transfer(folder / "vcache.sock", options.machine.chunk, options.share, *role)
-        for role in roles
+        transfer(folder / "vcache.sock", options.machine, options.share, *role) for role in roles
     ]
     with two_servers(options, ("prefill server", "decode server"), transfers, folder) as site:
         prefill, decode = (server.url for server in site.servers)

@@ -115,7 +115,8 @@ def chat(server: Process, name: str, question: str, about: str = "", **more: Any
 def run(options: argparse.Namespace, folder: Path) -> int:
     """Everything. The exit code."""
     options.model, options.lengths = str(model()), [4096]
-    one = transfer(folder / "vcache.sock", 256, "in_place", "kv_both", 0)
+    machine = options.machine
+    one = transfer(folder / "vcache.sock", machine, "in_place", "kv_both", 0)
     rows, document = list[dict[str, Any]](), DOCUMENT.read_text()
     with two_servers(options, ("server A", "server B"), [one, one], folder) as site:
         a, b = site.servers

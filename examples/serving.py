@@ -63,13 +63,14 @@ class Failed(Exception):
 
 class Machine(NamedTuple):
     """Where it runs. chunk, lengths (of prompts): in tokens. pool: what a server lends to it. vllm:
-    options of `vllm serve`."""
+    options of `vllm serve`. client: of vcache's configuration."""
 
     chunk: int
     lengths: list[int]
     pool: str
     vllm: list[str]
     environment: dict[str, str]
+    client: dict[str, float]
 
 
 GPU = Machine(
@@ -78,6 +79,7 @@ GPU = Machine(
     pool="4 GiB",
     vllm=["--gpu-memory-utilization=0.75", "--max-num-seqs=8"],
     environment={"VLLM_USE_FLASHINFER_SAMPLER": "0"},
+    client={},
 )
 CPU = Machine(
     chunk=64,
@@ -98,6 +100,8 @@ CPU = Machine(
         "TORCH_COMPILE_DISABLE": "1",
         "OMP_NUM_THREADS": "1",
     },
+    # Where a model computes on all cores the metadata server may answer later than in 0.25 s.
+    client={"connect_seconds": 5.0, "request_seconds": 10.0, "control_seconds": 30.0},
 )
 
 

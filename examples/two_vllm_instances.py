@@ -44,6 +44,7 @@ def lmcache(machine: Machine, socket: Path) -> dict[str, Any]:
     settings["chunk_size"] = machine.chunk
     settings["extra_config"]["vcache"] = {
         "server": {"socket": str(socket)},
+        "client": machine.client,
         "pool": {"segment_bytes": machine.pool},
     }
     return settings

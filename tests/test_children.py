@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from processes import PATIENT, python_path
 
+from vcache_backend import children
 from vcache_backend.children import MetadataServer, Program, module
 from vcache_backend.protocol.client import Client
 
@@ -30,6 +31,17 @@ def test_an_interrupt_in_the_middle_of_a_fork_is_not_lost(tmp_path: Path) -> Non
     finally:
         signal.signal(signal.SIGINT, before)
     assert not pending
+
+
+def test_an_interrupt_before_a_fork_is_an_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(children, "_uninterrupted", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Program("sleeps", module("time"), tmp_path / "log")
 
 
 LATE = """import socket, time

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import yaml
 from packaging.requirements import Requirement
-from processes import ROOT, Stage, ran
+from processes import ROOT, SECONDS, Stage, ran
 from vllm_models import CONNECTOR
 
 from vcache_backend import config
@@ -88,17 +88,17 @@ def test_the_server_is_restarted_if_it_does_not_answer_and_for_nothing_else(
     file = tmp_path / "vcache.yaml"
     command = [str(Path(sys.executable).with_name(program)), *arguments]
 
-    file.write_text("client: {control_seconds: 1}")
     here = os.environ | {"VCACHE_SOCKET": str(alone.path), "VCACHE_CONFIG": str(file)}
 
-    def well() -> bool:
+    def well(seconds: float = SECONDS) -> bool:
+        file.write_text(f"client: {{control_seconds: {seconds}}}")
         return ran(*command, env=here).returncode == 0
 
     assert not well()
     server = alone.server()
     assert well()
     with server.stopped():
-        assert not well()
+        assert not well(seconds=1.0)
     # or the answer "no" comes too late to be heard
     assert probe["timeoutSeconds"] > ClientConfig().control_seconds
 

@@ -76,7 +76,10 @@ def test_the_program_of_the_api_page_prints_what_the_page_says(tmp_path: Path) -
     (program,) = blocks(ROOT / "docs" / "api.md", "python")
     (printed,) = blocks(ROOT / "docs" / "api.md", "text")
     (tmp_path / "program.py").write_text(program)
-    (tmp_path / "vcache.yaml").write_text("pool: {device: host, segment_bytes: 32 MiB}\n")
+    # What this machine needs: no GPU, and a server that may answer late beside other tests.
+    lines = ["pool: {device: host, segment_bytes: 32 MiB}"]
+    lines += ["client: {connect_seconds: 10, request_seconds: 10}\n"]
+    (tmp_path / "vcache.yaml").write_text("\n".join(lines))
     with stage(tmp_path / "server") as node:
         node.server()
         changes = {"VCACHE_CONFIG": f"{tmp_path}/vcache.yaml", "VCACHE_SOCKET": str(node.path)}

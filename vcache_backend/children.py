@@ -89,6 +89,7 @@ class Program:
 
     def start(self) -> None:
         """Start it, also again after `kill`."""
+        started = False
         try:
             with self.log.open("ab") as file, _uninterrupted() as begin:
                 self._process = subprocess.Popen(
@@ -100,8 +101,10 @@ class Program:
                     process_group=0,
                     preexec_fn=begin,
                 )
+                started = True
         except KeyboardInterrupt:  # it came meanwhile
-            self.kill()
+            if started:
+                self.kill()
             raise
 
     @property

@@ -40,6 +40,8 @@ from vcache_backend.supported import MOONCAKE, PACKAGES, VLLM, numbers
 from vcache_backend.vram_pool import cuda_driver, devices
 
 LIBRARY, MASTER, PROVIDER = "mooncake library", "mooncake master", "mooncake provider"
+ANSWER_SECONDS = 1.0
+"""How long a metadata server that is well may take to answer."""
 _ADVICE = {
     LIBRARY: f"install what it names, or the library anew: {INSTALL}",
     MASTER: (
@@ -204,7 +206,8 @@ def check_server(config: Config) -> Iterator[Finding]:
     """Check that the server answers and that instances share, and look for its clients' reports of
     the last hour."""
     uid = config.client.server_uid
-    within = ClientConfig(connect_seconds=1.0, request_seconds=1.0, server_uid=uid)
+    seconds = ANSWER_SECONDS
+    within = ClientConfig(connect_seconds=seconds, request_seconds=seconds, server_uid=uid)
     with Client(config.server.path, within, reconnect=False) as client:
         try:
             stats = client.stats()

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from fake_cuda import UUIDS, FakeCuda
 from fake_cuda import cuda as cuda
-from processes import stage
+from processes import SECONDS, stage
 
 from vcache_backend import doctor, proofs
 from vcache_backend.config import Config, from_dict
@@ -159,7 +159,10 @@ def test_a_real_gpu_machine_is_described_without_a_failed_check(config: Config) 
 # ---- the server. What else a client says of a socket: tests/protocol and test_endpoint
 
 
-def test_a_server_that_answers_is_fine_and_who_cannot_share_is_named(config: Config) -> None:
+def test_a_server_that_answers_is_fine_and_who_cannot_share_is_named(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "ANSWER_SECONDS", SECONDS)
     with stage(config.server.path.parent) as here:
         here.path = config.server.path
         here.server()
@@ -205,8 +208,14 @@ def test_no_server_is_a_warning_that_says_how_to_start_one_and_others_are_failur
     ],
 )
 def test_a_hung_server_and_somebody_else_who_listens_there_are_failures(
-    config: Config, answer: bytes | None, said: str, advice: str
+    config: Config,
+    answer: bytes | None,
+    said: str,
+    advice: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if answer is not None:
+        monkeypatch.setattr(doctor, "ANSWER_SECONDS", SECONDS)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(config.server.path))
         listener.listen(1)
@@ -221,7 +230,7 @@ def test_a_hung_server_and_somebody_else_who_listens_there_are_failures(
         thread = threading.Thread(target=serve)
         thread.start()
         finding = only(doctor.check_server(config))
-        thread.join(10)
+        thread.join(SECONDS)
     assert (finding.check, finding.status) == ("server", "fail")
     assert finding.advice.startswith(advice)
     assert said in finding.detail

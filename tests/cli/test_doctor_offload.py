@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mooncake_cases import needs_mooncake, own_depot
+from mooncake_cases import hung_depot, needs_mooncake
 from mooncake_store import Depot
 from processes import SECONDS
 from test_doctor import by_check, only
@@ -21,7 +21,7 @@ from vcache_backend.cli import app
 from vcache_backend.config import Config, from_dict
 from vcache_backend.doctor import LIBRARY, MASTER, PROVIDER, Finding, check_offload
 
-__all__ = ["own_depot"]
+__all__ = ["hung_depot"]
 
 
 def config(master: str = "", policy: str = "write_through", **mooncake: Any) -> Config:
@@ -40,17 +40,17 @@ def test_a_tier_that_is_off_is_one_line_and_asks_nobody(monkeypatch: pytest.Monk
 
 
 @needs_mooncake
-def test_a_store_is_left_as_it_was_and_what_is_wrong_with_it_is_named(own_depot: Depot) -> None:
+def test_a_store_is_left_as_it_was_and_what_is_wrong_with_it_is_named(hung_depot: Depot) -> None:
     """It works; this client cannot be set up; a provider has died before the master knows."""
-    master = own_depot.master.address
+    master = hung_depot.master.address
     found = findings(config(master))
     assert {finding.status for finding in found.values()} == {"ok"}
     assert list(found)[-3:] == [LIBRARY, MASTER, PROVIDER]
     assert found[PROVIDER].detail.startswith("1 MiB put in ")
-    assert sum(own_depot.master.segments().values()) == 0
+    assert sum(hung_depot.master.segments().values()) == 0
     detail = findings(config(master, protocol="rdma", devices="nope"))[MASTER].detail
     assert "with hostname 127.0.0.1, protocol rdma, devices nope" in detail
-    own_depot.providers[0].kill()
+    hung_depot.providers[0].kill()
     found = findings(config(master))
     assert (found[MASTER].status, found[PROVIDER].status) == ("ok", "fail")
     assert ": put: " in found[PROVIDER].detail

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 from engine_cases import Cache, layout_of, node
 from instance_cases import find, instance_id, join, keys, share
-from processes import ROOT, Child, Stage, eventually, ran
+from processes import ROOT, SECONDS, Child, Stage, eventually, ran
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.processes import free_ports
@@ -40,23 +40,26 @@ def address_of(shown: Child) -> str:
 MONITOR = """
 import os, sys
 from vcache_backend import monitor
-monitor.SILENT_SECONDS, monitor.EVERY_SECONDS, monitor.ANSWER_SECONDS = 1.0, 0.1, 0.5
+monitor.SILENT_SECONDS, monitor.EVERY_SECONDS = 1.0, 0.1
+monitor.ANSWER_SECONDS = float(sys.argv.pop())
 os.dup2(os.pipe()[0], 0)
 raise SystemExit(monitor.main(*sys.argv[1:]))
 """
+HASTY = 0.5
+"""For monitors of servers that hang. On a busy machine others may answer later than that."""
 
 
-def watching(alone: Stage) -> tuple[Child, str]:
+def watching(alone: Stage, answer_seconds: float = SECONDS) -> tuple[Child, str]:
     """A server's monitor that asks more often than that of `server.metrics`, and takes an instance
     for silent sooner; and where it listens.
     """
-    monitor = alone.script(MONITOR, ":0")
+    monitor = alone.script(MONITOR, ":0", str(answer_seconds))
     return monitor, address_of(monitor)
 
 
-def beside(alone: Stage) -> str:
+def beside(alone: Stage, answer_seconds: float = SECONDS) -> str:
     """Where such a monitor listens."""
-    return watching(alone)[1]
+    return watching(alone, answer_seconds)[1]
 
 
 def get(address: str, path: str = "/metrics", **headers: str) -> tuple[int, str]:
@@ -123,7 +126,7 @@ def test_prometheus_has_what_the_server_knows(alone: Stage) -> None:
     reports = [seen["vcache_server_reports_10m", level] for level in ("info", "warn", "error")]
     assert reports == [0, 0, 1]
     reader.close()
-    eventually(lambda: samples(address)["vcache_server_clients",] == 2)
+    eventually(lambda: samples(address).get(("vcache_server_clients",)) == 2)
     assert get(address, "/nothing")[0] == 404
     assert [get(address, path) for path in ("/healthz", "/readyz")] == [(200, "ok\n")] * 2
 
@@ -200,7 +203,8 @@ def test_no_panel_of_the_dashboard_is_empty(tmp_path: Path) -> None:
 
             eventually(lambda: not unanswered(), every=1.0)
             blocks = f'vcache_instance_resident_blocks{{instance_id="{A.hex()}"}}'
-            assert prometheus.values(blocks) == [12]
+            # Behind a scrape that took too long there is none.
+            eventually(lambda: prometheus.values(blocks) == [12], every=0.2)
         text = get(address)[1]
     done = ran("promtool", "check", "metrics", input=text)
     # It looks at names, types and texts.
@@ -245,9 +249,9 @@ def test_look_ups_without_a_server_and_a_consumer_without_hits_alert(tmp_path: P
 def test_alerts_tell_what_is_wrong_and_nothing_else(alone: Stage, tmp_path: Path) -> None:
     """All at once here, without waiting for them to last."""
     server = alone.server()
-    monitor, address = watching(alone)
+    monitor, address = watching(alone, HASTY)
     with scraping(address, tmp_path, re.sub(r"\n +for: .*", "", ALERTS.read_text())) as prometheus:
-        assert prometheus.alerts() == set()
+        eventually(lambda: prometheus.alerts() == set(), every=0.2)
         for number in (3, 4):
             share(owner := alone.client(), instance_id(number))
         for _ in range(1001):

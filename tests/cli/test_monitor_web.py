@@ -15,9 +15,9 @@ from http.client import HTTPException
 from pathlib import Path
 
 import pytest
-from processes import Stage, children_of, eventually, ran
+from processes import SECONDS, Stage, children_of, eventually, ran
 from prometheus_client import Gauge
-from test_monitor import A, address_of, beside, get, needs, samples, used
+from test_monitor import HASTY, A, address_of, beside, get, needs, samples, used
 
 from vcache_backend import monitor
 from vcache_backend.config import ServerConfig, split_address
@@ -78,7 +78,7 @@ def test_a_browser_shows_the_page_without_markup_of_clients(alone: Stage, tmp_pa
 def test_a_hung_server_is_not_well_and_one_that_is_gone_takes_its_monitor_too(alone: Stage) -> None:
     """A service manager's SIGHUP, which all of a service get, ends neither."""
     server = alone.server(metrics=":0")
-    own, address = address_of(server), beside(alone)
+    own, address = address_of(server), beside(alone, HASTY)
     for pid in (server.pid, *children_of(server.pid)):
         os.kill(pid, signal.SIGHUP)
     eventually(lambda: get(address, "/readyz")[0] == 200)
@@ -89,7 +89,7 @@ def test_a_hung_server_is_not_well_and_one_that_is_gone_takes_its_monitor_too(al
     server.cont()
     pages = "/healthz", "/readyz"
     eventually(lambda: [get(address, page)[0] for page in pages] == [200, 200], every=0.1)
-    assert answers(own)
+    eventually(lambda: answers(own))
     server.kill()
     eventually(lambda: get(address, "/readyz")[0] == 503, every=0.1)
     eventually(lambda: not answers(own))
@@ -125,6 +125,8 @@ def test_slow_connections_end(
 ) -> None:
     """The metrics are too large for any socket."""
     monkeypatch.setattr(monitor._Handler, "timeout", 0.5)
+    begun, setup = threading.Event(), monitor._Handler.setup
+    monkeypatch.setattr(monitor._Handler, "setup", lambda handler: begun.set() or setup(handler))
     with (
         closing(monitor.Samples(tmp_path / "vcache.sock")) as asked,
         monitor.Web(":0", asked) as served,
@@ -135,7 +137,8 @@ def test_slow_connections_end(
         serving.start()
         try:
             slow.sendall(sent)
-            eventually(answering)
+            # It may be over before this thread has its next turn.
+            assert begun.wait(SECONDS)
             eventually(lambda: not answering())
         finally:
             served.shutdown()

@@ -154,10 +154,10 @@ def test_what_clients_have_read_is_seen_while_connected(alone: Stage, reader: Cl
 
 CONNECTED = """
 import pathlib, sys, time
-from vcache_backend.config import ClientConfig
+from processes import PATIENT
 from vcache_backend.protocol.client import Client
 layout = {"model": "llama", "namespace": "00ff"} if len(sys.argv) > 2 else None
-with Client(pathlib.Path(sys.argv[1]), ClientConfig(), "GPU-7", "cuda", layout, name=" ".join(sys.argv[2:])) as client:
+with Client(pathlib.Path(sys.argv[1]), PATIENT, "GPU-7", "cuda", layout, name=" ".join(sys.argv[2:])) as client:
     client.require()
     print("connected", flush=True)
     time.sleep(600)

@@ -6,7 +6,7 @@ import os
 
 from instance_cases import EACH, NAMESPACE, find, instance_id, join, keys, publish, share, show
 from model import FakeClock, chunk_key
-from processes import Stage, eventually, info, make_memfd
+from processes import SECONDS, Stage, eventually, info, make_memfd
 from server_cases import add_region, asked
 
 from vcache_backend.metadata_server.processes import Peer, ProcessId
@@ -41,7 +41,7 @@ def test_of_two_look_ups_at_once_the_second_sees_the_promise_of_the_first(stage:
     assert first.promise(m.Promise(1, keys(5), chunk_seconds=0.5)) == m.Promised(5)
     told = coming(second, 6)
     assert (told.chunks, told.begun, told.chunk_seconds) == (5, True, 0.5)
-    assert told.quiet < 5
+    assert told.quiet < SECONDS
     first.find(find(1, 1, A, start=6, promise=2))
     first.promise(m.Promise(3, keys(1, start=7), begun=False))
     found = [second.find(find(1, 1, B, start=at)).coming for at in (6, 7)]

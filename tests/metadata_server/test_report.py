@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from processes import Stage
+from processes import SECONDS, Stage
 from test_cli import vcache
 
 from vcache_backend import doctor
@@ -93,11 +93,13 @@ def test_statistics_fit_a_message_however_many_processes_left_slots_in_quarantin
 
 
 def found(stage: Stage) -> list[Finding]:
+    """What the doctor finds of reports."""
     findings = doctor.check_server(from_dict({"server": {"socket": str(stage.path)}}))
     return [finding for finding in findings if finding.check.startswith("report")]
 
 
 def test_a_recent_error_fails_the_doctor(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "ANSWER_SECONDS", SECONDS)
     stage.raw().ask("report", "info", "all is well")
     assert found(stage) == []
     stage.raw().ask("report", "error", SEED)

@@ -15,10 +15,11 @@ from tempfile import TemporaryDirectory
 
 import processes
 import pytest
-from processes import PATIENT, QUICK, Child, Stage, eventually, make_memfd, script, stage
+from processes import PATIENT, QUICK, SECONDS, Child, Stage, eventually, make_memfd, script, stage
 
 from vcache_backend.config import Config, from_dict
 from vcache_backend.errors import ServerUnavailable
+from vcache_backend.metadata_server import start
 from vcache_backend.metadata_server.endpoint import beside
 from vcache_backend.metadata_server.start import ensure, try_ensure
 from vcache_backend.protocol.channel import Channel
@@ -151,11 +152,15 @@ def test_of_many_at_once_one_starts_it_with_its_settings_and_it_outlives_all(pat
         assert raw.ask("reserve", [bytes(26)], 1024)[2] == 7.0
 
 
-def test_one_that_is_there_is_left_alone_also_when_it_hangs(path: Path) -> None:
+def test_one_that_is_there_is_left_alone_also_when_it_hangs(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with stage(path.parent) as made:
         path.parent.mkdir()
         server = made.server()
-        assert ensure(config(path)) == f"the metadata server at {path} is already running"
+        with monkeypatch.context() as patient:
+            patient.setattr(start, "ANSWER_SECONDS", SECONDS)
+            assert ensure(config(path)) == f"the metadata server at {path} is already running"
         refusal = pytest.raises(ServerUnavailable, match="another server already serves")
         with server.stopped(), refusal:
             ensure(config(path))
@@ -191,7 +196,8 @@ def test_a_python_that_says_more_than_it_should_does_not_keep_vllm_from_starting
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be another user")
-def test_a_server_of_the_user_that_is_trusted_is_there() -> None:
+def test_a_server_of_the_user_that_is_trusted_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "ANSWER_SECONDS", SECONDS)
     with TemporaryDirectory() as folder:
         os.chown(folder, 65534, 65534)
         socket = Path(folder) / "vcache.sock"

@@ -95,7 +95,7 @@ def test_calls_before_open_answer_and_do_not_crash(depot: Depot) -> None:
 def test_what_a_killed_provider_had_is_a_miss(tmp_path: Path) -> None:
     """The master says for `client_ttl` that it is there."""
     depot = Depot(tmp_path, (32 * MIB, 32 * MIB), client_ttl=2)
-    with depot, Raw(depot.config(rpc_seconds=0.5), 8 * MIB) as raw:
+    with depot, Raw(depot.config(rpc_seconds=2.0), 8 * MIB) as raw:
         names, data = new_names(16), secrets.token_bytes(MIB // 4)
         assert raw.put(names, [data] * 16) == [STORED] * 16
         depot.providers[0].kill()

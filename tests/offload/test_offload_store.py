@@ -14,6 +14,7 @@ import pytest
 from mooncake_cases import Raw, depot, hung_depot, needs_mooncake, new_names, own_depot
 from mooncake_store import Depot
 from processes import SECONDS, eventually
+from soak.forked import stopped
 
 from vcache_backend.config import OffloadConfig
 from vcache_backend.offload.process import FAILED, STORED, Place, StoreDown
@@ -76,10 +77,10 @@ def test_an_absent_master_is_found_later(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_a_hung_master_is_left_alone_and_all_is_well_when_it_goes_on(own_depot: Depot) -> None:
-    config = own_depot.offload(failures=1, mooncake={"rpc_seconds": 0.5}, **QUICK)
+    config = own_depot.offload(failures=1, mooncake={"rpc_seconds": 2.0}, **QUICK)
     store, (buffer, *_) = opened(config)
     names = new_names(1)
-    store.put(names, places(buffer))
+    assert store.put(names, places(buffer)) == [STORED]
     process = pid(store)
     own_depot.master.stop()
     assert store.lookup(names) is None
@@ -138,9 +139,15 @@ def test_look_ups_and_removals_do_not_wait_for_transfers(hung_depot: Depot) -> N
 # ---- the process fails
 
 
+def stop(process: int) -> None:
+    """It answers nothing from now on: others of its threads run on for a while behind the signal."""
+    os.kill(process, signal.SIGSTOP)
+    eventually(lambda: stopped(process))
+
+
 def test_a_process_that_stops_costs_look_ups_a_deadline(depot: Depot) -> None:
     store, _ = opened(depot.offload(failures=3, **(QUICK | {"lookup_seconds": 0.1})))
-    os.kill(pid(store), signal.SIGSTOP)
+    stop(pid(store))
     assert (store.lookup(["x"]), store.usable) == (None, True)
     assert (store.lookup(["x"]), store.lookup(["x"]), store.usable) == (None, None, False)
     assert store.snapshot()["last_error"] == "no answer in 0.1 s"
@@ -152,7 +159,7 @@ def test_a_process_that_stops_costs_look_ups_a_deadline(depot: Depot) -> None:
 
 def test_look_ups_of_several_threads_do_not_fail_each_other(depot: Depot) -> None:
     store, _ = opened(depot.offload(failures=1, **QUICK))
-    os.kill(pid(store), signal.SIGSTOP)
+    stop(pid(store))
     with ThreadPoolExecutor(4) as threads:
         asked = [threads.submit(store.lookup, ["vcache1/x"]) for _ in range(4)]
         assert not wait(asked, 0.5, FIRST_COMPLETED).done

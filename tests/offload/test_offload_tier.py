@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from engine_cases import Node, get, put
 from kv_cases import CHUNK, FLASH, MLA, Arrangement, Cache, layout_of, prompt
-from mooncake_cases import Raw, depot, hung_depot, model, needs_mooncake, own_depot, raw
+from mooncake_cases import Raw, depot, hung_depot, model, needs_mooncake, raw
 from mooncake_store import Depot
 from offload_cases import LENGTH, ROOMY, TIER, cache_on, engine, nodes, through
 from processes import SECONDS, eventually, leaving_nothing
@@ -24,7 +24,7 @@ from vcache_backend.errors import ServerTimeout
 from vcache_backend.offload import objects, tier, transfers
 from vcache_backend.protocol.messages import NAMESPACE_BYTES, ChunkKey, Present
 
-__all__ = ["depot", "hung_depot", "model", "nodes", "own_depot", "raw"]
+__all__ = ["depot", "hung_depot", "model", "nodes", "raw"]
 
 
 pytestmark = needs_mooncake
@@ -120,14 +120,18 @@ def test_without_a_master_everything_else_works(
 
 
 def test_vcache_clear_reaches_below_where_it_is_told_to(
-    nodes: list[Node], own_depot: Depot, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nodes: list[Node],
+    hung_depot: Depot,
+    model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     cache, tokens = Cache(), prompt(LENGTH)
-    one, reader = engine(nodes[0], own_depot, model), engine(nodes[1], own_depot, model)
+    one, reader = engine(nodes[0], hung_depot, model), engine(nodes[1], hung_depot, model)
     through(one, cache, tokens)
     assert reader.contains(one.keys(tokens)[0]) == 1
-    mooncake = f"{{master: '{own_depot.master.address}'}}"
+    mooncake = f"{{master: '{hung_depot.master.address}'}}"
     Path("on.yaml").write_text(f"offload: {{policy: write_through, mooncake: {mooncake}}}\n")
 
     def clear(*arguments: str, expect: int = 0) -> str:

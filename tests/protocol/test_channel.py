@@ -143,7 +143,7 @@ def test_a_late_answer_is_never_taken_for_another_s(alone: Stage, scripted: Scri
 
     server = scripted(answer)
     client = alone.client(msgspec.structs.replace(PATIENT, request_seconds=0.25))
-    with pytest.raises(ServerTimeout, match=r"did not answer Remove\(1 keys\) in 0\.\d+ s"):
+    with pytest.raises(ServerTimeout, match=r"did not answer Remove\(1 keys\) in \d[\d.]* s"):
         client.remove([A])
     given_up.set()
     server.said_all_to_the_first()
@@ -163,6 +163,8 @@ def test_a_late_answer_is_logged_as_one_and_rarely(
     scripted(lambda request: None)
     hasty = msgspec.structs.replace(QUICK, request_seconds=0.05, heartbeat_seconds=30)
     client = alone.client(hasty)
+    # One beat comes behind each reconnection, and on a busy machine its answer is late, too.
+    client.on_beat.clear()
     for _ in range(3):
         with pytest.raises(ServerTimeout):
             client.remove([A])
@@ -176,7 +178,7 @@ def test_a_late_answer_is_logged_as_one_and_rarely(
     assert " in 0 s" not in str(raised.value)
     eventually(lambda: client.connected)
     (line,) = warnings(caplog)
-    assert "did not answer Remove(1 keys) in 0." in line
+    assert "did not answer Remove(1 keys) in " in line
     assert client.connections_lost == 4
 
 
@@ -367,8 +369,8 @@ def test_a_client_goes_on_to_beat_and_to_return(alone: Stage) -> None:
         before = len(returns)
         with raising(where, name, behind):
             server.kill()
-            eventually(lambda: not client.connected)
-            server = alone.server()
+        # Not before: a client that connects at once has nothing to raise.
+        server = alone.server()
         eventually(lambda before=before: client.connected and len(returns) > before)
         count = len(beats)
         eventually(lambda count=count: len(beats) > count)

@@ -180,7 +180,8 @@ def test_closing_unmaps_all_ends_the_thread_and_leaves_no_descriptor(stage: Stag
         reader.close()
         reader.close()
         assert reader.neighbours.get(ONE) is None
-        assert (kv_mapped(), threads()) == (0, running)
+        # One of an earlier test may have ended meanwhile.
+        assert (kv_mapped(), threads() <= running) == (0, True)
         del reader
         assert not neighbour_cases.added_to(before)
 

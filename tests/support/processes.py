@@ -629,12 +629,16 @@ def hurried(*clients: Client) -> Iterator[None]:
     """These clients have short deadlines for a while."""
     kept = [client._config for client in clients]
     for client in clients:
-        client._config = hasty(client._config)
+        _configure(client, hasty(client._config))
     try:
         yield
     finally:
         for client, config in zip(clients, kept, strict=True):
-            client._config = config
+            _configure(client, config)
+
+
+def _configure(client: Client, config: ClientConfig) -> None:
+    client._config, client.request_seconds = config, config.request_seconds
 
 
 HASTY_SECONDS = 0.25

@@ -17,6 +17,9 @@ from vcache_backend.transfer import store
 from vcache_backend.vram_pool.copies.copier import Completion, CopyJob, HostCopier, Mark
 
 __all__ = ["fresh", "here", "pair"]
+RESERVATION_SECONDS = 3.0
+"""Short, since tests wait for its end; a copy that begins in the second half of it is late, so that a
+machine that stalls must not miss the first."""
 
 
 def test_a_store_behind_too_many_is_skipped(fresh: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +47,7 @@ def test_close_finishes_the_stores_under_way(fresh: Node) -> None:
 
 
 def test_a_copy_that_outlasts_its_reservation_keeps_its_slot_until_it_is_over(here: Node) -> None:
-    here.serve(reservation_seconds=0.5)
+    here.serve(reservation_seconds=RESERVATION_SECONDS)
     copier, mine, client = engine_cases.UnfinishedCopier(), Cache(), here.client()
     other = here.engine("host:a", 2 * mine.chunk_bytes, layout_of(mine))
     writer = here.engine("host:b", 0, layout_of(mine), copier=copier)
@@ -76,7 +79,7 @@ def test_a_writer_that_is_late_copies_nothing(here: Node, monkeypatch: pytest.Mo
     """Where a process may be stopped for as long as somebody likes: between the server's answer and
     the launch of the copy.
     """
-    here.serve(reservation_seconds=1.0)
+    here.serve(reservation_seconds=RESERVATION_SECONDS)
     mine, theirs, client = Cache(), Cache(), here.client()
     other = here.engine("host:a", 2 * mine.chunk_bytes, layout_of(mine))
     writer = here.engine("host:b", 0, layout_of(mine), copier=NoCopier())

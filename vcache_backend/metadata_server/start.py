@@ -24,6 +24,8 @@ from vcache_backend.protocol.client import Client
 
 log = logging.getLogger(__name__)
 
+ANSWER_SECONDS = 1.0
+"""How long a server that is there may take to answer."""
 _DETACH = (
     "import subprocess as s, sys; print(s.Popen(sys.argv[1:], stdin=0, stdout=2, "
     "start_new_session=True).pid)"
@@ -75,7 +77,7 @@ def _start(config: Config, path: Path, deadline: float) -> str:
 
 def _silence(path: Path, trusted: int | None) -> str:
     """Why no server of this user, root or the trusted user answers at `path`; empty if any does."""
-    asking = ClientConfig(connect_seconds=1.0, server_uid=trusted)
+    asking = ClientConfig(connect_seconds=ANSWER_SECONDS, server_uid=trusted)
     with Client(path, asking, reconnect=False) as client:
         return client.trouble
 
