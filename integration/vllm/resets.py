@@ -59,6 +59,8 @@ class Resets:
         look-up, and the answer is True: vLLM, paused for new weights, would end on a False.
 
         With versions, the instance leaves its version, whose chunks stay for other instances."""
+        # vLLM resets other connectors, too, but nobody resets them beside another instance's reset.
+        self._survivors = False
         if self._context.versions:
             log.info("vcache: nothing is shared until the version of the weights is named")
             self.change_version(versions.unknown())
@@ -174,7 +176,7 @@ class Resets:
                 self._keep_out(tracked)
             else:
                 self._planner.mark_stored(tracked, 0)
-        self._survivors = bool(held)
+        self._survivors |= bool(held)
         if blocks is not None and held:
             blocks.evict(held)
 
