@@ -102,6 +102,11 @@ def load(path: Path | None, socket: Path | None) -> config.Config:
     return config.with_socket(loaded, str(socket.absolute()), "--socket")
 
 
+def _is_watched() -> bool:
+    """Whether stderr is a terminal. A shell's `2>&-` leaves none at all."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
 def connected(path: Path | None, socket: Path | None, reconnect: bool = False) -> Client:
     """Connect to the server, for one command. reconnect: again, whenever the connection is lost.
     A terminal is told after a second. Raises ServerUnavailable with the reason.
@@ -115,7 +120,7 @@ def connected(path: Path | None, socket: Path | None, reconnect: bool = False) -
     patient = msgspec.structs.replace(loaded.client, connect_seconds=waits, request_seconds=waits)
     said = f"waiting for the server at {loaded.server.path}"
     waiting = threading.Timer(1.0, typer.echo, (said,), {"err": True})
-    if sys.stderr.isatty():
+    if _is_watched():
         waiting.start()
     try:
         made = Client(loaded.server.path, patient, reconnect=reconnect)
@@ -373,7 +378,7 @@ def doctor(
     from vcache_backend.doctor import diagnose
     from vcache_backend.status import plain
 
-    if model and sys.stderr.isatty():
+    if model and _is_watched():
         typer.echo("asking vLLM about the model, which takes some 20 s", err=True)
     findings = diagnose(load(config_file, socket), model)
     counts = Counter(finding.status for finding in findings)

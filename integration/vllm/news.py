@@ -39,8 +39,8 @@ class ServerNews:
 
     def learn(self) -> bool:
         """Take the epoch over that `hear` noted, and one message about copies is read now. True if
-        the namespace was reset: other instances find nothing of before, though vLLM's own cache may
-        still hit it."""
+        the namespace was reset, or a server has lost its resets: see `Resets.on_reset_elsewhere`.
+        """
         # First: another thread may note more from now on.
         self.waiting = len(self.copies) > 1
         before, self.epoch = self.epoch, self._heard

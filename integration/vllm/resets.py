@@ -59,6 +59,8 @@ class Resets:
         look-up, and the answer is True: vLLM, paused for new weights, would end on a False.
 
         With versions, the instance leaves its version, whose chunks stay for other instances."""
+        # vLLM resets other connectors, too, but nobody resets them beside another instance's reset.
+        self._survivors = False
         if self._context.versions:
             log.info("vcache: nothing is shared until the version of the weights is named")
             self.change_version(versions.unknown())
@@ -69,7 +71,16 @@ class Resets:
         self._void()
         # What running steps publish and store is of the old epoch, and the server refuses it.
         self.clearing = not self._context.clear()
+        if not self.clearing:
+            # Nothing was planned meanwhile, so all is done.
+            self._context.news.learn()
         return not (self.clearing and self._context.introduced)
+
+    def on_reset_elsewhere(self) -> None:
+        """Another instance has reset the namespace, or a server has lost its resets: find and store
+        nothing of before."""
+        self.forget_answers()
+        self._void()
 
     def leave_version(self) -> None:
         """Share nothing more, since the weights change: without versions until the next reset,
@@ -157,13 +168,15 @@ class Resets:
         blocks = self._context.blocks
         held = blocks.held if blocks is not None else set[int]()
         for tracked in self._requests.values():
-            # A request whose load is over has blocks, too, before its first step.
-            has = tracked.store.block_tables or tracked.load or tracked.request.num_computed_tokens
+            # A request has blocks before its first step, too, if its load is over, or if vLLM has
+            # just found blocks for it.
+            found = tracked.local or tracked.request.num_computed_tokens
+            has = tracked.store.block_tables or tracked.load or found
             if held and has:
                 self._keep_out(tracked)
             else:
                 self._planner.mark_stored(tracked, 0)
-        self._survivors = bool(held)
+        self._survivors |= bool(held)
         if blocks is not None and held:
             blocks.evict(held)
 

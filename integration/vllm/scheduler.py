@@ -152,9 +152,9 @@ class VCacheScheduler:
         None in place of a number: ask again in the next step."""
         if not self.context.prefix and self.context.waits():
             return AGAIN.matched
-        self._learn()
         tracked = self._track(request)
         tracked.local = tracked.supplied = local
+        self._learn()
         # A request that waits in front is not kept waiting for the answer of the last step.
         ahead = self._idle and next(iter(self.waits.waiting), "") == request.request_id
         decision = self._decided(tracked, ask=ahead)
@@ -363,9 +363,7 @@ class VCacheScheduler:
         """Act on reads and resets by other instances, as the server reported them."""
         if self.context.news.waiting:
             if self.context.news.learn():
-                if self.publications is not None:
-                    self.publications.pool.void_all()
-                self.resets.forget_answers()
+                self.resets.on_reset_elsewhere()
             if self.duplicates is not None:
                 self.duplicates.learn()
 

@@ -161,6 +161,15 @@ def test_a_terminal_is_told_that_the_server_is_waited_for(tmp_path: Path) -> Non
         os.close(screen)
 
 
+def test_commands_work_without_stderr(tmp_path: Path) -> None:
+    """As behind `2>&-`."""
+    with stage(tmp_path) as here:
+        here.server()
+        command = f"{sys.executable} -m vcache_backend status --socket {here.path} 2>&-"
+        done = ran("sh", "-c", command)
+        assert (done.returncode, "no instance is connected" in done.stdout) == (0, True)
+
+
 def test_top_goes_on_over_a_restart_and_gives_the_terminal_back(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "vcache_backend", "top", "--socket"]
     with stage(tmp_path) as here:

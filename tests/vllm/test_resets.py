@@ -62,6 +62,38 @@ def test_a_step_of_before_a_reset_stores_nothing_after_it(engine: Engine, whose:
         assert client.reserve(spec.chunks.keys, 1024).epoch == spec.epoch
 
 
+@pytest.mark.parametrize("heard", ["before", "while vLLM schedules"])
+def test_what_was_computed_before_another_instances_reset_is_never_stored(
+    make: Make, heard: str
+) -> None:
+    """Neither the rest of a request that runs, nor what vLLM's own cache has: not even for a request
+    for which vLLM has just found it there."""
+    engine, tokens = make(share="pool", blocks=64), new_tokens(3 * CHUNK)
+    running = engine.add(tokens, max_tokens=3 * CHUNK)
+    engine.step()
+    assert engine.stored(running) == [0, 1, 2]
+    before, context = len(engine.metas), engine.half.context
+    with engine.here.client() as client:
+        client.clear(context.prefix, reset=True)
+    eventually(lambda: context.news.waiting)
+    if heard == "before":
+        engine.step()
+        assert not context.news.waiting
+    longer = engine.add([*tokens, *new_tokens(2 * CHUNK), 5], max_tokens=CHUNK)
+    engine.step()
+    hit = engine.hit(longer)
+    engine.finish(running, longer)
+    stored = [
+        [chunk for meta in engine.metas[before:] for chunk in engine.stored(one, meta)]
+        for one in (running, longer)
+    ]
+    kept_out = (3 * CHUNK, [[], []])
+    assert (hit, stored) == ((0, [[], [*range(6)]]) if heard == "before" else kept_out)
+    anew = engine.add([*tokens, 6])
+    engine.step()
+    assert engine.stored(anew) == [0, 1, 2]
+
+
 def test_an_instance_that_asks_for_nothing_knows_of_earlier_resets(make: Make) -> None:
     """Or nobody would find what it stores."""
     (first := make(share="pool")).step()

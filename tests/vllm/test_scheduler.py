@@ -153,11 +153,22 @@ def test_states_are_stored_once_the_loads_before_them_have_held(make: Make, tabl
     assert any(len(spec.chunks.prefix) > 3 for spec, _ in stored), "states, too"
 
 
-def test_what_others_load_after_a_refused_reset_is_not_built_on(engine: Engine) -> None:
-    """The other connector may have it from a request of before."""
+@pytest.mark.parametrize("then", ["runs", "ends", "another resets"])
+def test_what_others_load_after_a_refused_reset_is_not_built_on(engine: Engine, then: str) -> None:
+    """The other connector may have it from a request of before, even if that ends before the next
+    step, in which the instance hears of its own reset."""
     running = engine.add(new_tokens(CHUNK), max_tokens=CHUNK)
     engine.step()
-    reset(engine)
+    if then == "runs":
+        reset(engine)
+    else:
+        engine.scheduler.reset_prefix_cache(reset_connector=True)
+        name = running.request_id
+        engine.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+    if then == "another resets":
+        with engine.here.client() as client:
+            client.clear(engine.half.context.prefix, reset=True)
+        eventually(lambda: engine.half.context.news.waiting)
     tokens = new_tokens(3 * CHUNK)
     with engine.others_bring(BLOCK):
         request = engine.add(tokens, max_tokens=CHUNK)
