@@ -38,10 +38,9 @@ class ServerNews:
             self.waiting = True
 
     def learn(self) -> bool:
-        """Take the epoch over that `hear` noted, and one message about copies is read now. True if
-        the namespace was reset, or a server has lost its resets: see `Resets.on_reset_elsewhere`.
-        """
+        """Take over the epoch that `hear` noted. True if the namespace was reset, or a server has
+        lost its resets: see `Resets.on_reset_elsewhere`."""
         # First: another thread may note more from now on.
-        self.waiting = len(self.copies) > 1
+        self.waiting = bool(self.copies)
         before, self.epoch = self.epoch, self._heard
         return self.epoch != before
