@@ -26,6 +26,7 @@ import msgspec
 from vcache_backend import proofs
 from vcache_backend.config import ByteSize, ClientConfig, Config, dump, left_out
 from vcache_backend.errors import MAX_LINE_CHARS, SegmentError, VCacheError, printable
+from vcache_backend.metadata_server.start import ANSWER_SECONDS
 from vcache_backend.offload.process import (
     FULL,
     INSTALL,
@@ -40,8 +41,6 @@ from vcache_backend.supported import MOONCAKE, PACKAGES, VLLM, numbers
 from vcache_backend.vram_pool import cuda_driver, devices
 
 LIBRARY, MASTER, PROVIDER = "mooncake library", "mooncake master", "mooncake provider"
-ANSWER_SECONDS = 1.0
-"""How long a metadata server that is well may take to answer."""
 _ADVICE = {
     LIBRARY: f"install what it names, or the library anew: {INSTALL}",
     MASTER: (
@@ -307,7 +306,9 @@ def missing(model: str) -> str:
         try:
             os.stat(model)
         except OSError as error:
-            said = f"no model at {os.path.abspath(model)}: {error.strerror}"
+            with suppress(OSError):  # the working directory is gone
+                model = os.path.abspath(model)
+            said = f"no model at {model}: {error.strerror}"
             return printable(said, MAX_LINE_CHARS)
     return ""
 

@@ -157,8 +157,7 @@ class Publications:
         since the last call.
 
         allowed: the blocks of how many leading hashes a request may publish; None: not yet.
-        lookups: names the blocks. epoch: the namespace's. Blocks that build on a void block stay
-        void."""
+        lookups: names the blocks; what builds on a void one stays void. epoch: the namespace's."""
         if not (self._cached or self._begun or self._tails):
             return []
         seen = dict[tuple[Any, ...], str]()
