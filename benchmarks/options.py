@@ -7,7 +7,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
@@ -50,13 +50,13 @@ class Measurement:
             said = f"FAILED after {self.clock.spent:.0f} s: {type(error).__name__}: {error}"
             print(f"{name}: {said}", flush=True)
 
-    def add(self, rows: Sequence[Row]) -> None:
-        """Print them and write the file."""
+    def add(self, rows: Iterable[Row]) -> None:
+        """Print each as it comes, and write the file."""
         for row in rows:
             self.rows[row.case] = row
             print("  " + line(row), flush=True)
-        if self._path is not None:
-            write(self._path, list(self.rows.values()), self._commit)
+            if self._path is not None:
+                write(self._path, list(self.rows.values()), self._commit)
 
     def end(self) -> int:
         """1 if a row missed its limit or a part failed."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -42,7 +42,7 @@ class Part(NamedTuple):
     cache. apart: its instances start after those of other parts have ended, with others of the
     same."""
 
-    run: Callable[[Run], list[Row]]
+    run: Callable[[Run], Iterable[Row]]
     kind: str = ""
     ways: tuple[str, ...] = ALL
     apart: str = ""

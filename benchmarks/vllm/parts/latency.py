@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from multiprocessing import get_context
 from typing import Any
@@ -112,7 +112,7 @@ def _rows(run: Run, samples: Samples, speed: float, partial: Sequence[str]) -> l
     return rows
 
 
-def miss(run: Run) -> list[Row]:
+def miss(run: Run) -> Iterator[Row]:
     """TTFT of a miss with vcache and without, in turn on one GPU, on which a pool also stores
     it.
     """
@@ -120,7 +120,6 @@ def miss(run: Run) -> list[Row]:
     fleet.settle()
     children = {"with": run.instance("a"), "without": run.instance("alone")}
     how = "with its KV cache shared in place" if fleet.in_place else "with the pool on"
-    rows: list[Row] = []
     for name, count in MISSES.items():
         length = fleet.scale.lengths[name]
         samples: dict[str, list[float]] = {"with": [], "without": []}
@@ -134,8 +133,7 @@ def miss(run: Run) -> list[Row]:
         what = f"TTFT of a miss of {length} tokens {how}; reference: vLLM alone"
         limit = (MISS_IN_PLACE if fleet.in_place else MISS).get(name)
         case = f"{fleet.rows}_miss_{'' if fleet.in_place else 'overhead_'}{name}"
-        rows.append(row(case, "ms", samples["with"], samples["without"], what=what, at_most=limit))
-    return rows
+        yield row(case, "ms", samples["with"], samples["without"], what=what, at_most=limit)
 
 
 def short_tax(run: Run) -> list[Row]:

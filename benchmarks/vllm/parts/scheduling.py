@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections import defaultdict
+from collections.abc import Iterator
 
 import msgspec
 
@@ -22,7 +23,7 @@ requests.
 US = 1e6
 
 
-def scheduler_time(run: Run) -> list[Row]:
+def scheduler_time(run: Run) -> Iterator[Row]:
     """A row for each length, hits and misses, idle and beside running requests; the row with the
     limit is the worst of them.
 
@@ -53,11 +54,12 @@ def scheduler_time(run: Run) -> list[Row]:
                 )
                 spent = [json.loads(line) for line in file.read_text().splitlines()][1:]
                 rows.append(_row(fleet.rows, f"{name}_{kind}_{beside}_running", spent, what))
+                yield rows[-1]
     worst = max(rows, key=lambda each: each.value)
     what = f"the scheduler's time in our connector a request, the worst median: {worst.what}"
     limit, ok = f"<= {worst.reference:g} us", worst.value <= worst.reference
     case = f"{fleet.rows}_scheduler_us"
-    return [*rows, msgspec.structs.replace(worst, case=case, what=what, limit=limit, ok=ok)]
+    yield msgspec.structs.replace(worst, case=case, what=what, limit=limit, ok=ok)
 
 
 def _row(way: str, case: str, spent: list[dict[str, float]], what: str) -> Row:
@@ -93,15 +95,13 @@ RUNNING, STEPS, WAITING = (1, 8, 32), 48, 28
 """Requests that decode; steps of a round; requests that wait beside eight."""
 
 
-def decode_steps(run: Run) -> list[Row]:
+def decode_steps(run: Run) -> Iterator[Row]:
     """What vcache costs a step in which requests only decode, on one GPU: instances that are
     asked in turn. The consumer's also beside others that wait for what nobody computes."""
     run.fleet.settle()
-    rows = list[Row]()
     for running in RUNNING:
         run.clock.check(10)
-        rows += _decoding(run, running)
-    return rows
+        yield from _decoding(run, running)
 
 
 def _steps(
@@ -121,7 +121,7 @@ def _steps(
     return [1e3 * each for each in seconds], {key: US * spent[key] / count for key in spent}
 
 
-def _decoding(run: Run, running: int) -> list[Row]:
+def _decoding(run: Run, running: int) -> Iterator[Row]:
     """The rows of so many requests."""
     scale, prompts = run.fleet.scale, run.prompts
     # Two thirds of the KV cache, and as much for one request as for one of eight.
@@ -138,14 +138,12 @@ def _decoding(run: Run, running: int) -> list[Row]:
                     ms[kind] += [statistics.median(took)] if turn else []
                     spent[kind] += [own] if turn else []
     what = f"TPOT p50 of {running} requests of {length} tokens that decode, steps of {STEPS}"
-    rows = []
     for name, against in (*((arm, "alone") for arm in ARMS), ("waiting", "consumer")):
         if ms[name] and ms[against] and name != against:
             case = f"decode_tpot_{running}" + (f"_{name}" if name != "inplace" else "")
             most = 1.01 if name in ("inplace", "consumer", "waiting") else None
             said = f"{what}: {name}; reference: {against}; {_shares(spent[name])}"
-            rows.append(row(case, "ms", ms[name], ms[against], what=said, at_most=most))
-    return rows
+            yield row(case, "ms", ms[name], ms[against], what=said, at_most=most)
 
 
 def _shares(spent: list[dict[str, float]]) -> str:
