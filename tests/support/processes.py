@@ -101,6 +101,18 @@ def children_of(pid: int) -> list[int]:
     return pids
 
 
+SEGMENTS = "/dev/shm/psm_", "/dev/shm/sem.mp-", "/dev/shm/vllm_dist_"
+
+
+def segments_of(pid: int) -> set[Path]:
+    """The shared memory that the process and those it has started have from Python and vLLM."""
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/maps").read_text().split()
+        found = {Path(word) for word in lines if word.startswith(SEGMENTS)}
+        return found.union(*map(segments_of, children_of(pid)))
+    return set()
+
+
 class Process:
     """A process of this test, and the leader of a session: everything it starts ends with it.
     Leaving the context ends it.
@@ -154,12 +166,16 @@ class Process:
         """SIGKILL for it and all it has started, and gone. Idempotent."""
         if _running.pop(self, None) is None:
             return
+        # Nobody unlinks it for the killed.
+        segments = segments_of(self.pid)
         # While its group has a process, nobody else gets its number; if somebody has it, there is
         # no such group any more.
         if not self.ended() or self._state() in ("", "Z"):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
         self.kill()
+        for segment in segments:
+            segment.unlink(missing_ok=True)
         if self._end is not None:
             os.close(self._end)
             self._end = None
