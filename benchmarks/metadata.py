@@ -102,7 +102,7 @@ def _in_place() -> tuple[float, list[float]]:
     numbers = blocks.permutation(BLOCKS).astype("<u4")
     hashes = b"".join([key(n)[m.NAMESPACE_BYTES : -m.RANK_BYTES] for n in range(BLOCKS)])
     kinds, nbytes = [m.LayerKind(1, 1, 64, 64)], 64 * BLOCKS
-    shape = m.CacheShape("host", "host", "", kinds, BLOCKS, 16, [(0, 0)], [nbytes])
+    shape = m.CacheShape("host", "host", "", kinds, BLOCKS, 16, [0], nbytes)
     with metadata_server() as path, Client(path, PATIENT) as client, ExitStack() as undo:
         empty = client.stats().rss_bytes
         table = Generations(instance, BLOCKS)
@@ -110,7 +110,7 @@ def _in_place() -> tuple[float, list[float]]:
         memory = undo.enter_context(regions.create(Device("host", "host"), nbytes))
         join = m.Join(instance, NAMESPACE, BLOCKS, 1, EACH, [m.BlockTable("full")])
         client.join(join, table.fd)
-        client.show_cache(instance, 0, shape, [memory.fd])
+        client.show_cache(instance, 0, shape, memory.fd)
         runs = list[m.BlockRun]()
         for first in range(0, BLOCKS, RUN):
             part = numbers[first : first + RUN]

@@ -27,7 +27,7 @@ from vcache_backend.protocol import sockets
 A = chunk_key(1)
 INSTANCE, S = m.InstanceId(bytes(range(16))), m.SegmentId("s")
 KIND = m.LayerKind(1, 2, 64, 64)
-SHAPE = m.CacheShape("host", "host", "x", [KIND], 8, 16, [(0, 0), (0, 512)], [4096])
+SHAPE = m.CacheShape("host", "host", "x", [KIND], 8, 16, [0, 512], 4096)
 REQUESTS: list[m.AnyRequest] = [m.Hello(1, "GPU-1", "cuda", {"model": "llama"}), m.Stats()]
 REQUESTS += [m.AddSegment(S, "host", "host", 4096), m.OpenSegment(S), m.DropSegment(S)]
 REQUESTS += [m.ListSegments(1, 2, 3, 4, 5, 6, [m.Reads(INSTANCE, 5, 6, 7)], [S]), m.Lend(4096)]

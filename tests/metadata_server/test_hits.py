@@ -23,7 +23,7 @@ from server_cases import add_region, asked
 
 from vcache_backend.metadata_server.hits import HitSearch
 from vcache_backend.metadata_server.instances import ShownPart
-from vcache_backend.metadata_server.processes import Peer, ProcessId
+from vcache_backend.metadata_server.processes import Descriptor, Peer, ProcessId
 from vcache_backend.metadata_server.publications import InstancePublications
 from vcache_backend.metadata_server.requests import Service
 from vcache_backend.protocol import messages as m
@@ -288,7 +288,7 @@ class ResidentMachine(RuleBasedStateMachine):
     def asks(self, instance: m.InstanceId, rank: int, runs: list[m.BlockRun]) -> int:
         owner = self.owner(instance)
         if (shared := self.instances.of.get(instance)) is not None:  # as its worker
-            shared.parts[rank] = ShownPart(owner, [])
+            shared.parts[rank] = ShownPart(owner, Descriptor(os.memfd_create("part")))
         return self.instances.publish(owner, m.Publish(instance, rank, runs)).count
 
     @rule(instance=st.sampled_from(IDS), blocks=st.sets(st.integers(0, BLOCKS - 1), max_size=3))

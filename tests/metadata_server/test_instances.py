@@ -34,7 +34,7 @@ from server_cases import A_TURN, CLIENT, work_of
 from vcache_backend.errors import Refused, VCacheError
 from vcache_backend.metadata_server import processes, publications
 from vcache_backend.metadata_server.instances import InstanceRegistry, SharedInstance, ShownPart
-from vcache_backend.metadata_server.processes import Peer, ProcessId
+from vcache_backend.metadata_server.processes import Descriptor, Peer, ProcessId
 from vcache_backend.metadata_server.requests import Service
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol.client import Client
@@ -86,7 +86,7 @@ def memories(server: Child) -> int:
 def test_others_find_and_open_what_is_shown(alone: Stage, server: Child, reader: Client) -> None:
     owner = alone.client()
     join(owner, A)
-    show(owner, A, regions=2)
+    show(owner, A)
     assert publish(owner, A, 3) == 12
 
     there = reader.find(find(5, 1, B))
@@ -102,11 +102,10 @@ def test_others_find_and_open_what_is_shown(alone: Stage, server: Child, reader:
     assert joined == m.Joined(64, 1)
     for fd in pidfds:
         assert f"Pid:\t{os.getpid()}\n" in Path(f"/proc/self/fdinfo/{fd}").read_text()
-    described, regions = reader.open_cache(A, 0)
-    assert described == instance_cases.shape(64, 2)
-    sizes = [os.fstat(fd).st_size for fd in (table, *regions)]
-    assert sizes == [2 * 4096, 4 * 64 * 64, 4 * 64 * 64]
-    for fd in (table, *regions, *pidfds):
+    described, memory = reader.open_cache(A, 0)
+    assert described == instance_cases.shape()
+    assert [os.fstat(fd).st_size for fd in (table, memory)] == [2 * 4096, 4 * 64 * 64]
+    for fd in (table, memory, *pidfds):
         os.close(fd)
     stats = reader.stats()
     (told,) = stats.instances
@@ -115,7 +114,7 @@ def test_others_find_and_open_what_is_shown(alone: Stage, server: Child, reader:
     )
     assert stats.counters["published"] == 12
     assert stats.counters["resident_hits"] == 3 + 1
-    assert memories(server) == 3 + 1, "the server reads the table"
+    assert memories(server) == 2 + 1, "the server reads the table"
 
     owner.close()
     eventually(lambda: reader.find(find(5)) == NOTHING)
@@ -240,7 +239,7 @@ def test_nothing_is_found_before_all_of_an_instance_is_shown(alone: Stage, reade
     scheduler.count(asked=256)
     scheduler.list_segments()  # which tells the counts
     assert not reader.stats().instances[0].early
-    show(second, A, 1, regions=2)
+    show(second, A, 1)
     assert publish(second, A, 2, rank=1) == 8
     assert (found(reader, 2, 2), reader.stats().instances[0].missing) == (8, "")
     assert found(reader, 2, 1) == 0
@@ -371,7 +370,7 @@ def test_two_that_hold_a_chunk_hear_of_each_other_once(
     assert b.find(find(9, 1, B, start=9)).copies == copies(A, 1, 0)
     assert a.heartbeat().copies == b.heartbeat().copies == []
     publish(b, B, 1, BEHIND + 8, 2)
-    show(b, B, regions=2)  # another KV cache
+    show(b, B, layers=1)  # another KV cache
     assert a.heartbeat().copies == []
     assert b.heartbeat().copies == copies(A, 2)
     monkeypatch.setattr(SharedInstance, "MAX_COPIES", 2)
@@ -392,7 +391,10 @@ def test_a_publication_tells_few_however_many_hold_its_chunks() -> None:
     for one in map(instance_id, range(20)):
         request = m.Join(one, instance_cases.NAMESPACE, 10_000, 1, 1, [FULL])
         instances.join(me, request, [make_table(one, 10_000)])
-        instances.of[one].parts[0], instances.of[one].whole = ShownPart(me, []), True
+        instances.of[one].parts[0], instances.of[one].whole = (
+            ShownPart(me, Descriptor(os.memfd_create("part"))),
+            True,
+        )
         publication = m.Publish(one, 0, [run])
         work = work_of(lambda it=publication: instances.publish(me, it))
         assert work <= 2 * A_TURN
@@ -413,7 +415,7 @@ def test_each_of_many_hears_of_another(alone: Stage, monkeypatch: pytest.MonkeyP
             client.heartbeat()
         (last, name), silent = clients[2], {A, B}
         for number in range(200):
-            show(last, name, regions=1 + number % 2)  # what was published is forgotten
+            show(last, name, layers=1 + number % 2)  # what was published is forgotten
             publish(last, name, 1)
             silent -= {other for client, other in clients[:2] if client.heartbeat().copies}
         assert not silent
@@ -458,42 +460,41 @@ def test_a_publication_that_does_not_fit_together_is_refused(alone: Stage, reade
         os.close(fd)
 
 
-def test_a_cache_comes_with_one_fd_a_region(alone: Stage, server: Child, reader: Client) -> None:
-    memory, raw, most = make_memfd(4 * 64 * 64), alone.raw(), m.MAX_REGIONS
+def test_a_part_comes_with_one_fd(alone: Stage, server: Child, reader: Client) -> None:
+    memory, raw = make_memfd(4 * 64 * 64), alone.raw()
     tables = msgspec.to_builtins(instance_cases.FULL)
-    refused = raw.ask("join", B, instance_cases.NAMESPACE, 64, 1, EACH, tables)
-    assert "0 fds came along; exactly 1 is needed" in refused[1]
-    for regions, fds in ((2, 1), (2, 3), (most, most - 1)):
-        refused = raw.ask("show_cache", A, 0, packed(regions), fds=(memory,) * fds)
-        assert f"{fds} fds came along; its {regions} regions need one each" in refused[1]
-        assert not refused[2]
+    for fds in (0, 2, m.MAX_FDS):
+        given = (memory,) * fds
+        joins = "join", B, instance_cases.NAMESPACE, 64, 1, EACH, tables
+        for asked in (joins, ("show_cache", A, 0, packed())):
+            refused = raw.ask(*asked, fds=given)
+            assert f"{fds} fds came along; exactly 1 is needed" in refused[1]
+            assert not refused[2]
     assert not reader.stats().instances
     eventually(lambda: not memories(server))
     join(reader, A)
-    shown = raw.ask("show_cache", A, 0, packed(most), fds=(memory,) * most)
-    assert shown == ["count", most]
-    described, fds = reader.open_cache(A, 0)
-    number = os.fstat(memory).st_ino
-    assert (len(described.regions), {os.fstat(fd).st_ino for fd in fds}) == (most, {number})
-    assert (len(fds), memories(server)) == (most, most + 2)
-    for fd in (memory, *fds):
+    assert raw.ask("show_cache", A, 0, packed(), fds=(memory,)) == ["count", 1]
+    _, opened = reader.open_cache(A, 0)
+    assert os.fstat(opened).st_ino == os.fstat(memory).st_ino
+    assert memories(server) == 1 + 2
+    for fd in (memory, opened):
         os.close(fd)
     raw.close()
     eventually(lambda: memories(server) == 2)
 
 
 def test_without_descriptors_a_cache_waits(alone: Stage, server: Child, reader: Client) -> None:
-    """The kernel hands over as many fds as there is room for, and drops the others."""
+    """The kernel drops an fd for which there is no room."""
     owner = alone.client()
-    server.descriptors(limit=max(server.descriptors()) + 3)
-    with pytest.raises(Refused, match="[2-7] fds came along; its 8 regions need one each"):
-        show(owner, A, regions=8)
+    server.descriptors(limit=min(server.descriptors()))
+    with pytest.raises(Refused, match="0 fds came along; exactly 1 is needed"):
+        show(owner, A)
     assert owner.stats().instances == []
     server.expect("no descriptors left (ulimit -n)")
     eventually(lambda: not memories(server))
     server.descriptors(limit=1024)
-    show(owner, A, regions=8)
-    assert memories(server) == 8
+    show(owner, A)
+    assert memories(server) == 1
 
 
 # ---- bounds
@@ -542,9 +543,10 @@ def test_clients_keep_descriptors(
     monkeypatch.setattr(processes, "raise_descriptor_limit", lambda: 134)
     with running(alone.path):
         client = alone.client()
-        show(client, A, regions=12)
+        for rank in range(12):
+            show(client, A, rank)
         with pytest.raises(Refused, match="fds of instances are kept; raise"):
-            show(client, B, regions=1)
+            show(client, B)
         with pytest.raises(Refused, match="0 segments and 12 fds of instances are kept"):
             client.add_segment(info("s0", 4096), memfd)
 
@@ -595,6 +597,6 @@ def test_more_hashes_than_a_question_has_are_asked_for_in_parts(
         eventually(lambda: len(reader.stats().instances) == 1)
 
 
-def packed(regions: int = 1) -> list[Any]:
+def packed() -> list[Any]:
     """The shape of a KV cache, as it is sent."""
-    return msgspec.to_builtins(instance_cases.shape(regions=regions))
+    return msgspec.to_builtins(instance_cases.shape())

@@ -8,6 +8,7 @@ import math
 from contextlib import closing
 from typing import Any
 
+import instance_cases
 import msgspec
 import pytest
 import torch
@@ -28,13 +29,13 @@ BLOCKS = SMALL.blocks
 
 @pytest.fixture
 def cache() -> Any:
-    with closing(SharedCache(regions=2, offset=64)) as made:
+    with closing(SharedCache(offset=64)) as made:
         yield made
 
 
 @pytest.fixture
 def shape(cache: SharedCache) -> CacheShape:
-    return cache_shape(cache.kv, cache.regions, HOST)
+    return cache_shape(cache.kv, cache.region, HOST)
 
 
 # ---- what it is
@@ -45,13 +46,9 @@ def test_the_shape_says_where_every_plane_begins(cache: SharedCache, shape: Cach
     expected = ("host", "host", kv.name, 16)
     assert (shape.device, shape.medium, shape.layout, shape.block_size) == expected
     assert (shape.kinds, shape.num_blocks) == ([LayerKind(3, 2, 2048, 2048)], 24)
-    assert shape.regions == [64 + 2 * cache.layer_bytes, 64 + cache.layer_bytes]
-    part = cache.layer_bytes // 2
-    # Layers 0 and 2 lie in the first region, in the order in which `SharedCache` puts them.
-    expected = [64, 64 + part, 64 + 2 * part, 64 + 3 * part]
-    assert [offset for region, offset in shape.planes if region == 0] == expected
-    addresses = [cache.regions[region].address + offset for region, offset in shape.planes]
-    assert addresses == kv.planes[:, 0].tolist()
+    assert shape.nbytes == 64 + 3 * cache.layer_bytes
+    assert shape.planes == [64 + plane * cache.layer_bytes // 2 for plane in range(6)]
+    assert [cache.region.address + at for at in shape.planes] == kv.planes[:, 0].tolist()
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=lambda each: each.name)
@@ -59,8 +56,9 @@ def test_every_layout_of_a_kv_cache_has_a_shape(arrangement: Arrangement) -> Non
     cache = Cache(arrangement)
     kv = PagedKV.describe(cache.tensors, SMALL.block_size)
     memory = [tensor.untyped_storage() for tensor in cache.tensors]
-    regions = [Region(-1, one.nbytes(), one.data_ptr()) for one in memory]
-    shape = cache_shape(kv, regions, HOST)
+    first = min(one.data_ptr() for one in memory)
+    end = max(one.data_ptr() + one.nbytes() for one in memory)
+    shape = cache_shape(kv, Region(-1, end - first, first), HOST)
     assert len(shape.planes) == kv.layers * kv.parts
     check_shape(shape, BLOCKS, kv, HOST)
 
@@ -68,13 +66,16 @@ def test_every_layout_of_a_kv_cache_has_a_shape(arrangement: Arrangement) -> Non
 def test_a_cache_lies_where_the_pool_does(cache: SharedCache) -> None:
     """`pool.device: host` beside a GPU's KV cache: readers would take that for host memory."""
     with pytest.raises(LayoutError, match="on cpu, the pool on GPU-0; .*: set pool.device: auto"):
-        cache_shape(cache.kv, cache.regions, Device("GPU-0", "cuda", 0))
+        cache_shape(cache.kv, cache.region, Device("GPU-0", "cuda", 0))
 
 
 def test_a_layer_of_which_the_last_byte_lies_outside_is_refused(cache: SharedCache) -> None:
-    short = [region._replace(nbytes=region.nbytes - 1) for region in cache.regions]
-    with pytest.raises(LayoutError, match="layer 1, part 1 of the KV cache lies at"):
+    short = cache.region._replace(nbytes=cache.region.nbytes - 1)
+    with pytest.raises(LayoutError, match="layer 2, part 1 of the KV cache lies at"):
         cache_shape(cache.kv, short, HOST)
+    behind = cache.region._replace(address=cache.region.address + 65)
+    with pytest.raises(LayoutError, match="layer 0, part 0 of the KV cache lies at"):
+        cache_shape(cache.kv, behind, HOST)
 
 
 def test_layers_whose_blocks_are_not_equally_far_apart_are_refused() -> None:
@@ -85,7 +86,7 @@ def test_layers_whose_blocks_are_not_equally_far_apart_are_refused() -> None:
     layers += [wide[: 2 * math.prod(shape)].view(BLOCKS, 32, 64)[:, :16]]
     kv = PagedKV.describe(layers, 16)
     with pytest.raises(LayoutError, match=r"blocks are \[2048, 4096\] B apart"):
-        cache_shape(kv, [Region(-1, 1 << 20, memory.data_ptr())], HOST)
+        cache_shape(kv, Region(-1, 1 << 20, memory.data_ptr()), HOST)
 
 
 # ---- what a reader refuses
@@ -101,11 +102,10 @@ def test_layers_whose_blocks_are_not_equally_far_apart_are_refused() -> None:
         ),
         ({"num_blocks": 25}, "25 blocks for 24 generations"),
         ({"kinds": [LayerKind(3, 2, 2048, 2047)]}, "pages of 2,048 B every 2,047 B"),
-        ({"planes": [(0, 0)] * 5}, "5 planes, but its layers have 6"),
-        ({"planes": [(0, 0)] * 5 + [(0, -1)]}, "plane 5 lies at bytes -1 to .* of region 0"),
-        ({"planes": [(0, 0)] * 5 + [(2, 0)]}, "plane 5 lies in region 2 of 2"),
-        ({"planes": [(0, 0)] * 5 + [(0, 1 << 60)]}, "of region 0, which has"),
-        ({"num_blocks": 48}, "plane . lies at bytes .* which has"),
+        ({"planes": [0] * 5}, "5 planes, but its layers have 6"),
+        ({"planes": [0] * 5 + [-1]}, "plane 5 at bytes -1 to 49,151 of 294,976"),
+        ({"planes": [0] * 5 + [1 << 60]}, "plane 5 at bytes .* of 294,976"),
+        ({"num_blocks": 48}, "plane 5 at bytes .* of 294,976"),
     ],
 )
 def test_a_shape_that_does_not_fit_is_refused(
@@ -126,21 +126,23 @@ def test_a_server_that_refuses_a_cache_is_heard_and_asked_again(
     alone: Stage, cache: SharedCache, shape: CacheShape, caplog: pytest.LogCaptureFixture
 ) -> None:
     alone.server()
-    client, wrong = alone.client(QUICK), list(cache.regions[:1])
+    client, others = alone.client(QUICK), alone.client(PATIENT)
+    for number in range(64):
+        instance_cases.show(others, instance(100 + number))
     beats: list[int] = []
     client.on_beat.append(lambda: beats.append(1))
-    shown = show_cache(client, ONE, 0, shape, wrong)
-    assert f"show_cache {ONE.hex()}: 1 fds came along; its 2 regions" in shown.trouble
+    shown = show_cache(client, ONE, 0, shape, cache.region)
+    assert f"show_cache {ONE.hex()}: 64 instances share in place already" in shown.trouble
     eventually(lambda: len(beats) > 2)
     assert caplog.text.count("this KV cache is not shared in place") == 1
-    wrong[:] = cache.regions
+    others.close()
     eventually(lambda: shown.trouble == "")
     assert [one.missing for one in instances(alone)] == ["its scheduler"]
 
 
 def test_what_was_closed_stays_hidden(alone: Stage, cache: SharedCache, shape: CacheShape) -> None:
     first, client = alone.server(), alone.client(QUICK)
-    shown, before = show_cache(client, ONE, 0, shape, cache.regions), client.connections_lost
+    shown, before = show_cache(client, ONE, 0, shape, cache.region), client.connections_lost
     shown.close()
     shown.close()
     first.kill()

@@ -102,9 +102,9 @@ class Instance(Living):
         self.client.on_beat.append(self._listen)
         with suppress(VCacheError):
             self._join()
-        regions = exportable.allocations()
-        shown = cache_shape(self.kv, regions, self.session.device)
-        self.shown = show_cache(self.client, self.instance, 0, shown, regions)
+        (region,) = exportable.allocations()
+        shown = cache_shape(self.kv, region, self.session.device)
+        self.shown = show_cache(self.client, self.instance, 0, shown, region)
         self.publisher = Publisher(self.client, self.session.stats, self.instance, 0, BLOCKS)
         self.hasher = TokenHasher(self.session.namespace, CHUNK_TOKENS)
 

@@ -216,7 +216,7 @@ class Planned:
         exported = HostExportable()
         with exported.context():
             self._memory = torch.zeros(blocks * PAGE, dtype=torch.int8)
-        regions = exported.allocations()
+        (region,) = exported.allocations()
         shape = CacheShape(
             device="host",
             medium="host",
@@ -224,11 +224,11 @@ class Planned:
             kinds=[LayerKind(1, 1, PAGE, PAGE)],
             num_blocks=blocks,
             block_size=1,
-            planes=[(0, 0)],
-            regions=[region.nbytes for region in regions],
+            planes=[0],
+            nbytes=region.nbytes,
         )
         self.name = self.half.publications.instance
-        undo.callback(show_cache(client, self.name, 0, shape, regions).close)
+        undo.callback(show_cache(client, self.name, 0, shape, region).close)
 
     @contextmanager
     def others_bring(self, tokens: int, waits: bool = False) -> Iterator[None]:

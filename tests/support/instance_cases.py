@@ -36,11 +36,11 @@ def make_table(instance: bytes, blocks: int = 64, generation: int = 2) -> int:
     return fd
 
 
-def shape(blocks: int = 64, regions: int = 1) -> m.CacheShape:
-    """Two layers of two parts in as many regions."""
-    planes = [(plane % regions, plane // regions * blocks * PAGE) for plane in range(4)]
-    kinds, sizes = [m.LayerKind(2, 2, PAGE, PAGE)], [4 * blocks * PAGE] * regions
-    return m.CacheShape("host", "host", "tokens heads", kinds, blocks, 16, planes, sizes)
+def shape(blocks: int = 64, layers: int = 2) -> m.CacheShape:
+    """Layers of two parts."""
+    planes = [plane * blocks * PAGE for plane in range(2 * layers)]
+    kinds, nbytes = [m.LayerKind(layers, 2, PAGE, PAGE)], len(planes) * blocks * PAGE
+    return m.CacheShape("host", "host", "tokens heads", kinds, blocks, 16, planes, nbytes)
 
 
 def numbers(*blocks: int) -> bytes:
@@ -112,15 +112,14 @@ def join(
         os.close(table)
 
 
-def show(client: Client, name: bytes, rank: int = 0, regions: int = 1, blocks: int = 64) -> None:
-    """Show a cache and its regions, as a worker does."""
-    what = shape(blocks, regions)
-    memories = [make_memfd(nbytes) for nbytes in what.regions]
+def show(client: Client, name: bytes, rank: int = 0, layers: int = 2, blocks: int = 64) -> None:
+    """Show a cache, as a worker does."""
+    what = shape(blocks, layers)
+    memory = make_memfd(what.nbytes)
     try:
-        client.show_cache(name, rank, what, memories)
+        client.show_cache(name, rank, what, memory)
     finally:
-        for memory in memories:
-            os.close(memory)
+        os.close(memory)
 
 
 def publish(

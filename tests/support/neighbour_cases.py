@@ -71,27 +71,21 @@ def allocate(device: Device, nbytes: int, undo: ExitStack) -> tuple[Region, torc
 
 
 class SharedCache(Cache):
-    """A KV cache of the flash layout in `regions` allocations that others can map."""
+    """A KV cache of the flash layout in memory that others can map."""
 
-    def __init__(
-        self, sizes: Sizes = SMALL, regions: int = 1, offset: int = 0, device: Device = HOST
-    ) -> None:
-        """offset: bytes before the first layer of a region."""
+    def __init__(self, sizes: Sizes = SMALL, offset: int = 0, device: Device = HOST) -> None:
+        """offset: bytes before the first layer."""
         self.device, self.undo = device, ExitStack()
         self.layer_bytes = 2 * 2 * int(np.prod(sizes[1:]))
-        self.regions: list[Region] = []
-        self._layers: dict[int, torch.Tensor] = {}
-        for region in range(regions):
-            layers = range(region, sizes.layers, regions)
-            made, memory = allocate(device, offset + len(layers) * self.layer_bytes, self.undo)
-            self.regions.append(made)
-            self._layers |= zip(layers, memory[offset:].split(self.layer_bytes), strict=False)
+        nbytes = sizes.layers * self.layer_bytes
+        self.region, memory = allocate(device, offset + nbytes, self.undo)
+        self._layers = list(memory[offset : offset + nbytes].split(self.layer_bytes))
         of_torch = f"cuda:{device.ordinal}" if device.medium == "cuda" else "cpu"
         super().__init__(sizes=sizes, device=of_torch)
         self.kv = PagedKV.describe(self.tensors, sizes.block_size)
 
     def _allocated(self, shape: list[int], device: torch.device) -> torch.Tensor:
-        return self._layers.pop(min(self._layers)).view(shape)
+        return self._layers.pop(0).view(shape)
 
     def close(self) -> None:
         """The memory goes with the tensors."""
@@ -138,7 +132,6 @@ class Owner:
         rank: int | None = 0,
         scheduler: bool = True,
         sizes: Sizes = SMALL,
-        regions: int = 1,
         device: str = "host",
         split: int = 1,
     ) -> None:
@@ -147,14 +140,14 @@ class Owner:
         self.name, self.ranks, self.rank = name, ranks, rank
         self.size = sizes.block_size * split
         self.each = CHUNK // self.size
-        self.cache = SharedCache(sizes, regions, device=where)
+        self.cache = SharedCache(sizes, device=where)
         self.table = Generations(name, sizes.blocks // split)
         if scheduler:
             self.client.on_return.append(self.join)
             self.join()
         if rank is not None:
-            shape = cache_shape(self.cache.kv, self.cache.regions, where)
-            self.shown = show_cache(self.client, name, rank, shape, self.cache.regions)
+            shape = cache_shape(self.cache.kv, self.cache.region, where)
+            self.shown = show_cache(self.client, name, rank, shape, self.cache.region)
 
     def join(self) -> None:
         size = self.table.blocks, self.ranks, self.each

@@ -31,14 +31,14 @@ from vcache_backend.vram_pool.copies.copier import Completion, CopyJob, HostCopi
 
 def owner(here: Node, name: int = 1, **more: Any) -> Owner:
     """In this process."""
-    made = Owner(here.path, PATIENT, instance(name), regions=SMALL.layers, **more)
+    made = Owner(here.path, PATIENT, instance(name), **more)
     here.undo.callback(made.close)
     return made
 
 
 def owner_apart(here: Node, name: int = 1, device: str = "host") -> Worker:
     """In a process of its own."""
-    return neighbour_cases.owner(here.stage, name, regions=SMALL.layers, device=device)
+    return neighbour_cases.owner(here.stage, name, device=device)
 
 
 class StoppingCopier(HostCopier):

@@ -109,7 +109,7 @@ class Tables:
         self.groups = groups.read(self.config, groups.fitting(self.config, 64), in_place=True)
         self.kv = self.groups.describe(self.views, BLOCKS)
         self.region = exporter.region(self.views)
-        self.shape = cache_shape(self.kv, [self.region], HOST)
+        self.shape = cache_shape(self.kv, self.region, HOST)
         self.layers = [group.layer_names for group in self.config.kv_cache_groups]
 
     def bytes(self) -> torch.Tensor:
@@ -146,7 +146,7 @@ class Owner(Tables):
         sizes = [group.kv_cache_spec.block_size for group in self.config.kv_cache_groups]
         shared = [group.table(min(sizes)) for group in self.groups.all]
         self.client.join(Join(InstanceId(name), NAMESPACE, BLOCKS, 1, 4, shared), self.table.fd)
-        self.shown = show_cache(self.client, name, 0, self.shape, [self.region])
+        self.shown = show_cache(self.client, name, 0, self.shape, self.region)
 
     def write(self, table: int, blocks: Sequence[int]) -> tuple[ResidentRun, list[list[bytes]]]:
         """As vLLM does: the blocks are handed out, a step is planned, and they are written. As

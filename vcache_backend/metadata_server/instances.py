@@ -40,11 +40,11 @@ News = tuple[m.InstanceId, bytes, bytes]
 
 
 class ShownPart(msgspec.Struct):
-    """The part of an instance that a connection shows: a scheduler's generation table, or the
-    regions of a worker's KV cache."""
+    """The part of an instance that a connection shows: a scheduler's generation table, or a
+    worker's KV cache."""
 
     peer: Peer
-    fds: list[Descriptor]
+    fd: Descriptor
 
 
 class SharedInstance:
@@ -132,7 +132,7 @@ class InstanceRegistry:
     @property
     def descriptors(self) -> int:
         """How many fds are kept, one more for each mapped table."""
-        return sum(1 for _ in self._published()) + sum(len(part.fds) for _, part in self._parts())
+        return sum(1 for _ in self._published()) + sum(1 for _ in self._parts())
 
     def processes(self) -> set[ProcessId]:
         """Processes whose end removes their parts, even if a child keeps the connection open."""
@@ -142,10 +142,9 @@ class InstanceRegistry:
 
     def join(self, client: Peer, request: m.Join, fds: list[int]) -> m.Count:
         """Publications of before stay, unless the process, the request or the table is new."""
-        if len(fds) != 1:
-            raise Refused(f"{len(fds)} fds came along; exactly 1 is needed")
-        id_, status = request.instance, os.fstat(fds[0])
-        self._check(client, id_, m.SCHEDULER, 2)
+        id_ = request.instance
+        self._check(client, id_, m.SCHEDULER, fds, 2)
+        status = os.fstat(fds[0])
         table = request, status.st_dev, status.st_ino
         known = self.published(id_)
         if known is not None and not self._is_new(client, id_, m.SCHEDULER, table):
@@ -166,16 +165,13 @@ class InstanceRegistry:
 
     def show_cache(self, client: Peer, request: m.ShowCache, fds: list[int]) -> m.Count:
         id_, rank, cache = request.instance, request.rank, request.shape
-        count = len(cache.regions)
-        if len(fds) != count:
-            raise Refused(f"{len(fds)} fds came along; its {count} regions need one each")
-        self._check(client, id_, rank, count)
+        self._check(client, id_, rank, fds, 1)
         known = self.published(id_)
         if known is not None and self._is_new(client, id_, rank, cache):
             known.clear()
         self.of.setdefault(id_, SharedInstance()).shapes[rank] = cache
         self._enter(client, id_, rank, fds, cache)
-        return m.Count(count)
+        return m.Count(1)
 
     def scheduled_by(self, client: Peer) -> m.InstanceId | None:
         """The instance whose scheduler this connection is."""
@@ -286,14 +282,14 @@ class InstanceRegistry:
         assert own is not None
         ranks = range(m.SCHEDULER, own.ranks)
         pidfds = [self._pidfd_of(parts[rank].peer.process) for rank in ranks]
-        return m.Joined(own.blocks, own.ranks), [*parts[m.SCHEDULER].fds, *pidfds]
+        return m.Joined(own.blocks, own.ranks), [parts[m.SCHEDULER].fd, *pidfds]
 
     def open_cache(self, id_: m.InstanceId, rank: int) -> Answer:
-        """Return a KV cache and the fds of its regions. Refuse while a part is missing."""
+        """Return a KV cache and its fd. Refuse while a part is missing."""
         instance = self._whole(id_)
         if rank not in instance.parts:
             raise Refused(f"it has no rank {rank}")
-        return m.Cache(instance.shapes[rank]), instance.parts[rank].fds
+        return m.Cache(instance.shapes[rank]), [instance.parts[rank].fd]
 
     # ---- gone
 
@@ -348,15 +344,20 @@ class InstanceRegistry:
         part = self._part(instance, rank)
         return part is not None and part.peer.id == client.id
 
-    def _check(self, client: Peer, instance: m.InstanceId, rank: int, fds: int) -> None:
-        """Refuse a part that another process shows, or that exceeds a limit."""
+    def _check(
+        self, client: Peer, instance: m.InstanceId, rank: int, fds: list[int], kept: int
+    ) -> None:
+        """Refuse a part without its fd, that another process shows, or that exceeds a limit. kept:
+        how many fds the part takes from those that the server may keep."""
+        if len(fds) != 1:
+            raise Refused(f"{len(fds)} fds came along; exactly 1 is needed")
         part = self._part(instance, rank)
         if part is not None and part.peer.process != client.process:
             pid = part.peer.process.pid
             raise Refused(f"pid {pid} is this part already; an id names one start of one instance")
         if instance not in self.of and len(self.of) >= 64:
             raise Refused("64 instances share in place already: that is the limit")
-        if self._spare() < fds:
+        if self._spare() < kept:
             raise Refused(f"{self.descriptors} fds of instances are kept; raise ulimit -n")
 
     def _is_new(self, client: Peer, instance: m.InstanceId, rank: int, memory: object) -> bool:
@@ -368,13 +369,12 @@ class InstanceRegistry:
         self, client: Peer, id_: m.InstanceId, rank: int, fds: list[int], memory: object
     ) -> None:
         """Make this connection a part of the instance, in place of an earlier connection of the
-        same process. Takes over the fds."""
+        same process. Takes over the fd."""
         instance = self.of[id_]
         if not self._owns(client, id_, rank):
             replaces = rank in instance.parts
             _say(client, id_, rank, "replaces its earlier connection" if replaces else "joins")
-        instance.parts[rank] = ShownPart(client, [Descriptor(fd) for fd in fds])
-        fds.clear()
+        instance.parts[rank] = ShownPart(client, Descriptor(fds.pop()))
         instance.shown[rank] = client.process, memory
         instance.whole = not instance.missing()
 

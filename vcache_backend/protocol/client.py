@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -184,12 +184,10 @@ class Client(Channel):
         self._parts = [table.kind for table in request.tables] == ["full"]
         self._call(request, m.Count, self._config.control_seconds, [fd])
 
-    def show_cache(
-        self, instance: bytes, rank: int, shape: m.CacheShape, fds: Sequence[int]
-    ) -> None:
-        """Register a worker's KV cache, an fd per region. Repeat after each reconnection."""
+    def show_cache(self, instance: bytes, rank: int, shape: m.CacheShape, fd: int) -> None:
+        """Register a worker's KV cache. Repeat after each reconnection."""
         request = m.ShowCache(m.InstanceId(instance), rank, shape)
-        self._call(request, m.Count, self._config.control_seconds, fds)
+        self._call(request, m.Count, self._config.control_seconds, [fd])
 
     def publish(self, whole: m.Publish) -> int:
         """Publish blocks of one rank, in several requests if necessary. Returns how many count."""
@@ -239,11 +237,11 @@ class Client(Channel):
         request = m.OpenInstance(m.InstanceId(instance))
         return self._open(request, m.Joined, lambda joined: 2 + joined.ranks)
 
-    def open_cache(self, instance: bytes, rank: int) -> tuple[m.CacheShape, list[int]]:
-        """Open a worker's KV cache. Returns the description, and an fd for each region."""
+    def open_cache(self, instance: bytes, rank: int) -> tuple[m.CacheShape, int]:
+        """Open a worker's KV cache. Returns the description and the fd."""
         request = m.OpenCache(m.InstanceId(instance), rank)
-        cache, fds = self._open(request, m.Cache, lambda cache: len(cache.shape.regions))
-        return cache.shape, fds
+        cache, (fd,) = self._open(request, m.Cache, lambda cache: 1)
+        return cache.shape, fd
 
     # ---- inside
 

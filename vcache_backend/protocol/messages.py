@@ -16,7 +16,7 @@ from typing import Annotated, Literal, NewType, Self, cast
 import msgspec
 from msgspec.structs import replace
 
-PROTOCOL_VERSION = 30
+PROTOCOL_VERSION = 31
 MAX_MESSAGE_BYTES = 200_000
 """Linux sends a packet of this size with a socket's ordinary buffer. A client that sends a larger
 packet is disconnected."""
@@ -27,8 +27,6 @@ MAX_SLOTS = 1024
 MAX_FDS = 253
 """The most fds of one message, by Linux's limit."""
 INSTANCE_BYTES = 16
-MAX_REGIONS = MAX_FDS
-"""The most allocations of one worker's KV cache."""
 MAX_PLANES = 1024
 """The most planes of one worker's KV cache. A plane is one part of one layer."""
 MAX_KINDS = 16
@@ -84,7 +82,6 @@ MAX_SEGMENT_BYTES = 1 << 46
 SegmentBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_SEGMENT_BYTES)]
 Bytes = Annotated[int, msgspec.Meta(ge=1, le=1 << 48)]
 Offset = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
-RegionNumber = Annotated[int, msgspec.Meta(ge=0, lt=MAX_REGIONS)]
 _PRINTABLE = r"\A[^\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]*\Z"
 """No control characters, separators of lines, or changes of the writing direction."""
 Text = Annotated[str, msgspec.Meta(max_length=256, pattern=_PRINTABLE)]
@@ -192,12 +189,12 @@ class LayerKind(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CacheShape(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's paged KV cache, as described to readers.
+    """A worker's paged KV cache, one allocation, as described to readers.
 
     `layout`: the order of bytes in a page; a reader needs the same layout. `kinds`: the layers,
     kind by kind. `num_blocks`, `block_size` (tokens): of the tensors. `planes`: for each kind,
-    layer and part, in this order, the plane's region and the offset of its block 0. `regions`: how
-    many bytes of each fd a reader may map."""
+    layer and part, in this order, the offset of the plane's block 0. `nbytes`: how many bytes of
+    the fd a reader may map."""
 
     device: Field
     medium: Medium
@@ -205,11 +202,11 @@ class CacheShape(msgspec.Struct, frozen=True, array_like=True):
     kinds: Annotated[list[LayerKind], msgspec.Meta(min_length=1, max_length=MAX_KINDS)]
     num_blocks: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
-    planes: Annotated[list[tuple[RegionNumber, Offset]], msgspec.Meta(max_length=MAX_PLANES)]
-    regions: Annotated[list[Bytes], msgspec.Meta(min_length=1, max_length=MAX_REGIONS)]
+    planes: Annotated[list[Offset], msgspec.Meta(max_length=MAX_PLANES)]
+    nbytes: Bytes
 
     def misfit(self) -> str:
-        """Why no cache can have this shape; empty if every page lies inside its region."""
+        """Why no cache can have this shape; empty if every page lies inside the allocation."""
         spans = list[int]()
         for kind in self.kinds:
             if self.num_blocks > 1 and kind.stride < kind.page_bytes:
@@ -220,15 +217,9 @@ class CacheShape(msgspec.Struct, frozen=True, array_like=True):
             spans += [span] * (kind.layers * kind.parts)
         if len(self.planes) != len(spans):
             return f"{len(self.planes)} planes, but its layers have {len(spans)}"
-        for plane, ((region, offset), span) in enumerate(zip(self.planes, spans, strict=True)):
-            if not 0 <= region < len(self.regions):
-                return f"plane {plane} lies in region {region} of {len(self.regions)}"
-            nbytes, end = self.regions[region], offset + span
-            if offset < 0 or end > nbytes:
-                return (
-                    f"plane {plane} lies at bytes {offset:,} to {end:,} of region {region}, "
-                    f"which has {nbytes:,} B"
-                )
+        for plane, (offset, span) in enumerate(zip(self.planes, spans, strict=True)):
+            if not 0 <= offset <= self.nbytes - span:
+                return f"plane {plane} at bytes {offset:,} to {offset + span:,} of {self.nbytes:,}"
         return ""
 
 
@@ -498,8 +489,7 @@ class Join(Request, frozen=True, tag="join"):
 
 
 class ShowCache(Request, frozen=True, tag="show_cache"):
-    """Register a worker's KV cache, by an fd for each of `shape.regions`, before or after the
-    scheduler joined → `Count` of regions.
+    """Register a worker's KV cache, by its fd, before or after the scheduler joined → `Count` (1).
 
     Refused while another process is this rank. Replaces the rank's earlier KV cache."""
 
@@ -667,7 +657,7 @@ class Joined(Reply, frozen=True, tag="joined"):
 
 
 class Cache(Reply, frozen=True, tag="cache"):
-    """One worker's KV cache, with an fd for each region, in the order of `shape.regions`."""
+    """One worker's KV cache, with its fd."""
 
     shape: CacheShape
 

@@ -12,11 +12,8 @@ import os
 import select
 import threading
 import time
-from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
-from torch import Tensor
 
 from vcache_backend import threads
 from vcache_backend.errors import LayoutError, SegmentError, ServerTimeout, VCacheError
@@ -167,24 +164,18 @@ class Neighbour:
     bases: the address of each plane's block 0 in this process. split: the tensors' blocks in a
     block of vLLM. Generations count vLLM's blocks."""
 
-    def __init__(
-        self, shape: CacheShape, view: GenerationView, fds: Sequence[int], device: Device
-    ) -> None:
-        """Map the regions behind `fds` for `device`. Raises SegmentError, OSError."""
+    def __init__(self, shape: CacheShape, view: GenerationView, fd: int, device: Device) -> None:
+        """Map the memory behind `fd` for `device`. Raises SegmentError, OSError."""
         self.shape, self.view = shape, view
         self.split = shape.num_blocks // view.blocks
-        self._memory, starts = list[Tensor | npt.NDArray[np.uint8]](), list[int]()
-        for fd, nbytes in zip(fds, shape.regions, strict=True):
-            if device.medium == "cuda":
-                tensor = regions.map_gpu_memory(fd, nbytes, shape.device, device)
-                self._memory.append(tensor)
-                starts.append(tensor.data_ptr())
-            else:
-                array = host_memory.readable(fd, nbytes)
-                self._memory.append(array)
-                starts.append(array.ctypes.data)
-        addresses = [starts[region] + offset for region, offset in shape.planes]
-        self.bases: Int64s = np.array(addresses, dtype=np.int64)
+        self._memory: object
+        if device.medium == "cuda":
+            self._memory = tensor = regions.map_gpu_memory(fd, shape.nbytes, shape.device, device)
+            start = tensor.data_ptr()
+        else:
+            self._memory = array = host_memory.readable(fd, shape.nbytes)
+            start = array.ctypes.data
+        self.bases: Int64s = start + np.array(shape.planes, dtype=np.int64)
         self.bases.flags.writeable = False
 
 
@@ -264,12 +255,12 @@ class Neighbours:
         started = time.perf_counter()
         if (view := self._tables.view(instance)) is None:
             return
-        shape, fds = self._client.open_cache(instance, self._rank)
+        shape, fd = self._client.open_cache(instance, self._rank)
         try:
             check_shape(shape, view.blocks, self._kv, self._device)
-            self._mapped[instance] = Neighbour(shape, view, fds, self._device)
+            self._mapped[instance] = Neighbour(shape, view, fd, self._device)
         finally:
-            # Mappings keep the memory.
-            sockets.close_fds(fds)
+            # The mapping keeps the memory.
+            os.close(fd)
         ms, where = (time.perf_counter() - started) * 1e3, f"{instance.hex()} on {shape.device}"
         log.info("mapped the KV cache of instance %s, in %.1f ms", where, ms)

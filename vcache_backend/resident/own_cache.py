@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 
 from vcache_backend.errors import LayoutError
 from vcache_backend.protocol import messages as m
@@ -12,28 +13,26 @@ from vcache_backend.vram_pool.devices import Device
 from vcache_backend.vram_pool.exports import Region
 
 
-def cache_shape(kv: PagedKV, regions: Sequence[Region], device: Device) -> m.CacheShape:
-    """Describe `kv`, whose pages lie in `regions` on `device`, for readers.
+def cache_shape(kv: PagedKV, region: Region, device: Device) -> m.CacheShape:
+    """Describe `kv`, whose pages lie in `region` on `device`, for readers.
 
-    Raises LayoutError if `kv` is on another kind of device, pages lie outside of the regions or
-    across two regions, planes have different strides, or planes or regions are too many."""
+    Raises LayoutError if `kv` is on another kind of device, pages lie outside of the region, planes
+    have different strides, or planes or kinds are too many."""
     if (kv.device.type == "cuda") != (device.medium == "cuda"):
         raise LayoutError(
             f"the KV cache lies on {kv.device}, the pool on {device.name}; shared in place they "
             "must not differ: set pool.device: auto"
         )
-    kinds, planes = list[m.LayerKind](), list[tuple[int, int]]()
+    kinds, planes = list[m.LayerKind](), list[int]()
     for kind in kv.kinds:
         strides = {int(stride) for _, stride in kind.planes}
         if len(strides) != 1:
             raise LayoutError(f"the layers' blocks are {sorted(strides)} B apart, not equally far")
         kinds.append(m.LayerKind(kind.layers, kind.parts, kind.page_bytes, strides.pop()))
-        planes += _found(kind, regions)
-    if len(planes) > m.MAX_PLANES or len(regions) > m.MAX_REGIONS or len(kinds) > m.MAX_KINDS:
-        raise LayoutError(
-            f"the KV cache has {len(planes)} planes of {len(kinds)} kinds in {len(regions)} "
-            f"allocations; at most {m.MAX_PLANES} of {m.MAX_KINDS} in {m.MAX_REGIONS} are shared"
-        )
+        planes += _offsets(kind, region)
+    if len(planes) > m.MAX_PLANES or len(kinds) > m.MAX_KINDS:
+        most = f"at most {m.MAX_PLANES} of {m.MAX_KINDS} are shared"
+        raise LayoutError(f"the KV cache has {len(planes)} planes of {len(kinds)} kinds; {most}")
     return m.CacheShape(
         device=device.name,
         medium=device.medium,
@@ -42,29 +41,27 @@ def cache_shape(kv: PagedKV, regions: Sequence[Region], device: Device) -> m.Cac
         num_blocks=kv.num_blocks,
         block_size=kv.block_size,
         planes=planes,
-        regions=[region.nbytes for region in regions],
+        nbytes=region.nbytes,
     )
 
 
-def _found(kind: PagedKV, regions: Sequence[Region]) -> Iterator[tuple[int, int]]:
-    """Find each plane's region and the offset in the region. Raises LayoutError."""
+def _offsets(kind: PagedKV, region: Region) -> Iterator[int]:
+    """Each plane's offset in the region. Raises LayoutError."""
+    first, last = region.address, region.address + region.nbytes
     for number, (address, stride) in enumerate(kind.planes.tolist()):
         end = address + (kind.num_blocks - 1) * stride + kind.page_bytes
-        for at, region in enumerate(regions):
-            if region.address <= address and end <= region.address + region.nbytes:
-                yield at, address - region.address
-                break
-        else:
+        if address < first or end > last:
             layer, part = divmod(number, kind.parts)
-            where = f"at [{address:#x}, {end:#x}), in none of {len(regions)} exported allocations"
+            where = f"at [{address:#x}, {end:#x}), not in [{first:#x}, {last:#x}), what is exported"
             raise LayoutError(f"layer {layer}, part {part} of the KV cache lies {where}")
+        yield address - first
 
 
 def check_shape(shape: m.CacheShape, blocks: int, kv: PagedKV, device: Device) -> None:
     """Raise LayoutError unless a cache of this shape, with `blocks` blocks of vLLM, can be copied
     into `kv` on `device` page by page.
 
-    The shape may come from a hostile peer. After the check, all pages lie inside the regions."""
+    The shape may come from a hostile peer. After the check, all pages lie inside `nbytes`."""
     peer = (
         shape.layout,
         [(kind.layers, kind.parts, kind.page_bytes) for kind in shape.kinds],
@@ -86,12 +83,9 @@ def check_shape(shape: m.CacheShape, blocks: int, kv: PagedKV, device: Device) -
 
 
 def show_cache(
-    client: Client, instance: bytes, rank: int, shape: m.CacheShape, regions: Sequence[Region]
+    client: Client, instance: bytes, rank: int, shape: m.CacheShape, region: Region
 ) -> Standing:
     """Share this worker's KV cache through the server until `close`, until which the caller keeps
-    the regions' fds open."""
-    return Standing(
-        client,
-        lambda: client.show_cache(instance, rank, shape, [region.fd for region in regions]),
-        "this KV cache is not shared in place",
-    )
+    the region's fd open."""
+    show = partial(client.show_cache, instance, rank, shape, region.fd)
+    return Standing(client, show, "this KV cache is not shared in place")

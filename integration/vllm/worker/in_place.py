@@ -58,16 +58,14 @@ class InPlace:
         if device.medium == "host" and kv.device.type != "cpu":
             device = devices.resolve(str(kv.device))
         self._region = self.exporter.region(kv_caches)
-        self._shape = cache_shape(kv, [self._region], device)
+        self._shape = cache_shape(kv, self._region, device)
         self.neighbours = Neighbours(session.client, device, kv, session.rank)
 
     def show(self, session: Session, instance: InstanceId) -> None:
         """Show the KV cache to others under the instance's name. Later calls do nothing."""
         if self._shown is not None or not self._shows:
             return
-        self._shown = show_cache(
-            session.client, instance, session.rank, self._shape, [self._region]
-        )
+        self._shown = show_cache(session.client, instance, session.rank, self._shape, self._region)
         self.publisher = Publisher(
             session.client, session.stats, instance, session.rank, self._blocks
         )
