@@ -55,7 +55,7 @@ class Client(Channel):
         self._untold = Counter[str]()
         """The counts of the next `ListSegments`."""
         self._telling = threading.Lock()
-        self._parts = True
+        self._in_parts = True
         """Whether a look-up of too many hashes goes on behind what was found."""
         token = secrets.randbits(63)
         hello = m.Hello(m.PROTOCOL_VERSION, device, medium, layout or {}, token, name)
@@ -181,7 +181,7 @@ class Client(Channel):
 
     def join(self, request: m.Join, fd: int) -> None:
         """Register a generation table as its scheduler. Repeat after each reconnection."""
-        self._parts = [table.kind for table in request.tables] == ["full"]
+        self._in_parts = [table.kind for table in request.tables] == ["full"]
         self._call(request, m.Count, self._config.control_seconds, [fd])
 
     def show_cache(self, instance: bytes, rank: int, shape: m.CacheShape, fd: int) -> None:
@@ -208,7 +208,7 @@ class Client(Channel):
             ends = more.found * size < len(hashes) and not more.cut
             if (
                 ends
-                or not self._parts
+                or not self._in_parts
                 or not more.found
                 or answer.found * size == len(whole.hashes)
             ):
@@ -219,7 +219,7 @@ class Client(Channel):
         request. Of an instance with several tables, see `find`."""
         most = _most_found(request) * m.HASH_BYTES
         if len(request.hashes) > most:
-            if self._parts:
+            if self._in_parts:
                 return None
             leading, limit = request.hashes[:most], min(request.limit, m.MAX_HASHES)
             request = msgspec.structs.replace(request, hashes=leading, limit=limit)
