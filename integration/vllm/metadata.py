@@ -53,7 +53,8 @@ class Chunks(_Spec, frozen=True):
 
 
 class PublicationSpec(_Spec, frozen=True):
-    """A publication: blocks that other instances may read in this KV cache after the step.
+    """A publication: blocks that other instances may read in this KV cache after the step, or once
+    they are loaded.
 
     runs: perhaps more than a message holds. epoch: see `Publish`. later: no other instance
     waits for these blocks: they are of answers, or the request loaded or hit them."""
@@ -67,11 +68,12 @@ class LoadSpec(_Spec, frozen=True):
     """A load: fill blocks of one request, from consecutive chunks or from other KV caches.
 
     chunks: none: all blocks are in `residents`. blocks: vLLM's block numbers, with chunks from the
-    first block of the first one on; -1: leave out. tokens: how many leading blocks count as tokens;
-    0: all, of chunks with several block tables those of the first table. offload: also read from
-    the offload tier. promote: store chunks from the offload tier in the pool again. residents:
-    blocks in other instances' KV caches, numbered as in `blocks`. number: of the load, never used
-    again; 0: load nothing and report a failure. open: `MoreBlocks` may follow."""
+    first block of the first one on; -1: leave out. tokens: how many leading
+    blocks count as tokens; 0: all, of chunks with several block tables those of the first table.
+    offload: also read from the offload tier. promote: store chunks from the offload tier in the
+    pool again. residents: blocks in other instances' KV
+    caches, numbered as in `blocks`. publication: of the blocks once all are loaded. number: of the
+    load, never used again; 0: load nothing and report a failure. open: `MoreBlocks` may follow."""
 
     request_id: str
     chunks: Chunks = Chunks()
@@ -80,6 +82,7 @@ class LoadSpec(_Spec, frozen=True):
     offload: bool = False
     promote: bool = False
     residents: list[ResidentRun] = []
+    publication: PublicationSpec | None = None
     number: int = 0
     open: bool = False
 

@@ -21,11 +21,11 @@ from vcache_backend.protocol.messages import (
     BlockTable,
     InstanceId,
 )
-from vcache_backend.vram_pool.generations import Generations
+from vcache_backend.vram_pool.generations import VOID, Generations
 
 from .blocks import NUMBERS, TrackedBlockPool, hashes_of
 from .metadata import PublicationSpec
-from .requests import BEGINS, LATER, Tracked
+from .requests import BEGINS, LATER, UNLOADED, Tracked
 
 if TYPE_CHECKING:
     from .lookups import Lookups
@@ -86,10 +86,15 @@ class Publications:
         packs = array(NUMBERS, numbers).tobytes(), generation * len(numbers)
         return BlockRun(first, *packs, table, hashes)
 
-    def on_load(self, tracked: Tracked, supplied: int) -> None:
-        """Note that a load is planned, up to so many hashes' blocks. What vLLM takes of it into its
-        prefix cache, the load has proved."""
-        tracked.in_place.loaded, tracked.in_place.supplied = self.pool.resets, supplied
+    def on_load(self, tracked: Tracked) -> None:
+        """Note that all blocks of a load have generations."""
+        tracked.in_place.loaded = self.pool.resets, self.pool.evicted
+
+    def on_failed(self, tracked: Tracked, left: Sequence[int]) -> None:
+        """Note that a load has not filled the blocks `left`, into which vLLM may compute. The
+        request may begin with other blocks than those of the load."""
+        tracked.in_place.loaded = UNLOADED
+        self.generations.void(left)
 
     def on_prompt(self, tracked: Tracked) -> None:
         """Note that the step being planned computes a prompt's last tokens for another instance."""
@@ -136,9 +141,9 @@ class Publications:
         state.publishes = not partial or state.resets == self.pool.resets
         state.resets, state.supplied, state.evicted = self.pool.resets, computed, BEGINS
         state.filled = {}
-        # The blocks of a load are void until this step publishes them.
-        loaded = tracked.supplied > tracked.local and state.loaded == self.pool.resets
-        state.had = hit if loaded else computed
+        # Nobody has voided a block that the request has since its load.
+        whole = state.loaded == (self.pool.resets, self.pool.evicted)
+        state.had, state.loaded = hit if whole else computed, UNLOADED
         self._begun.append((tracked, hit))
 
     def publish(
@@ -161,15 +166,15 @@ class Publications:
             tracked = requests.get(run.request.request_id)
             if tracked is None or tracked.request is not run.request:
                 continue
-            if not run.kept(self.pool.evicted):
+            # Those of a load of ours are published by its worker.
+            loaded = not self.generations.counters.data[run.blocks[0].block_id] & VOID
+            if loaded or not run.kept(self.pool.evicted):
                 continue
             state = tracked.in_place
-            loaded = tracked.supplied > tracked.local and self._has_loaded(tracked, run)
-            begins_later = state.publishes and state.resets is None and not loaded
-            most = None if begins_later else allowed(tracked, seen)
+            most = None if state.publishes and state.resets is None else allowed(tracked, seen)
             if most is None:
                 kept.append(run)
-            elif loaded or self._builds_on_right(tracked):
+            elif self._builds_on_right(tracked):
                 numbers = [block.block_id for block in run.blocks]
                 scale, length = self.tables[run.table].scale, len(numbers)
                 count = min(length, max(0, most // scale - run.first))
@@ -178,7 +183,7 @@ class Publications:
                 made = self.filled(run.table, run.first, named, numbers)
                 state.filled[run.table] = run.first + length
                 if count:
-                    # A load, or an answer.
+                    # Another connector's load, or an answer.
                     waits = run.request.num_output_tokens > 0 or stop * scale <= state.supplied
                     told = later if waits else soon
                     told.append(made if count == length else made.cut(run.first, run.first + count))
@@ -208,13 +213,6 @@ class Publications:
         self.generations.close()
 
     # ---- inside
-
-    def _has_loaded(self, tracked: Tracked, run: CachedRun) -> bool:
-        """Whether the request's last load has brought the run, which is right then, whatever lies
-        before it."""
-        state, stop = tracked.in_place, run.first + len(run.blocks)
-        same = state.loaded == self.pool.resets and run.preemptions == run.request.num_preemptions
-        return same and stop * self.tables[run.table].scale <= state.supplied
 
     def _builds_on_right(self, tracked: Tracked) -> bool:
         """Whether all that the request has computed builds on blocks that are not void. Other

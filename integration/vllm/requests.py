@@ -263,7 +263,7 @@ class StoreState(msgspec.Struct):
             own.extend(more)
 
 
-BEGINS, LATER = -1, -2
+BEGINS, LATER, UNLOADED = -1, -2, (-1, -1)
 
 
 class InPlaceState(msgspec.Struct):
@@ -273,7 +273,7 @@ class InPlaceState(msgspec.Struct):
     publishes: bool = True
     """False: further blocks stay void."""
     supplied: int = 0
-    """How many hashes' blocks came from vLLM's cache or a load, or will."""
+    """How many hashes' blocks came from vLLM's cache or a load."""
     resets: int | None = None
     """`TrackedBlockPool.resets` when the request got its blocks; None before."""
     evicted: int = 0
@@ -283,8 +283,9 @@ class InPlaceState(msgspec.Struct):
     """By block table, the leading blocks that were published, or could have been."""
     had: int = 0
     """How many of `supplied` are to be checked in the request's first step."""
-    loaded: int | None = None
-    """`TrackedBlockPool.resets` when the last load was planned."""
+    loaded: tuple[int, int] = UNLOADED
+    """`TrackedBlockPool.resets` and `evicted` when all blocks of the last load got generations,
+    until the load has failed or the request's first step."""
 
 
 class PromiseState(msgspec.Struct):

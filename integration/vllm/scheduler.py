@@ -413,6 +413,10 @@ class VCacheScheduler:
             tracked = self._requests[name]
             tracked.may_load = False
             self._planner.mark_stored(tracked, 0)
+            if self.publications is not None and tracked.load is not None:
+                # vLLM computes into the same blocks.
+                left = [block for block in tracked.load.blocks if block in invalid]
+                self.publications.on_failed(tracked, left)
         self.context.note(report.shards, report.links)
         if self.context.announcer is not None:
             self.context.announcer.note(report.stored)

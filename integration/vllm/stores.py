@@ -12,11 +12,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from vcache_backend.protocol.messages import ChunkKey, ResidentRun
+from vcache_backend.protocol.messages import BlockRun, ChunkKey, ResidentRun
 
 from .instance import InstanceContext
 from .lookups import Lookups
-from .metadata import Chunks, LoadSpec, MoreBlocks, StepMetadata, StoreSpec
+from .metadata import Chunks, LoadSpec, MoreBlocks, PublicationSpec, StepMetadata, StoreSpec
 from .model.groups import Span
 from .requests import Beginning, Tracked
 from .telemetry.events import block_stored
@@ -73,8 +73,6 @@ class StorePlanner:
         if self._publications is None:
             loaded = end // size if promoted else stop
             self.mark_stored(tracked, max(tracked.store.stored, loaded))
-        else:
-            self._publications.on_load(tracked, end // self._context.hash_block)
         if promoted:
             self._announce(tracked, first, end // size)
         return load
@@ -87,7 +85,7 @@ class StorePlanner:
         runs = list[ResidentRun]()
         if found and answer is not None:
             block = context.groups.block
-            span = Span(0, tracked.local // block, 0, len(load.blocks))
+            span = Span(0, tracked.local // block, 0, len(load.blocks), had=0)
             runs = answer.runs_of(span, answer.first * self._size // block)
         return MoreBlocks(load.number, runs, tracked.wait.wait is None)
 
@@ -107,7 +105,34 @@ class StorePlanner:
             for span in spans:
                 scale = self._publications.tables[span.table].scale
                 runs += answer.runs_of(span, answer.first * context.hashes // scale)
-        return {"blocks": blocks, "tokens": spans[0].length, "residents": runs}
+        told = self._published(tracked, blocks, spans)
+        return {"blocks": blocks, "tokens": spans[0].length, "residents": runs, "publication": told}
+
+    def _published(
+        self, tracked: Tracked, blocks: Sequence[int], spans: Sequence[Span]
+    ) -> PublicationSpec | None:
+        """The publication of a load's blocks, which have generations from now on. Their worker
+        makes it once the load has proved what they hold."""
+        own, most = self._publications, self._may_publish(tracked, {})
+        if own is None or not most:
+            return None
+        runs, lacking = list[BlockRun](), 0
+        for span in spans:
+            lacking += span.length - (span.had or 0)
+            if span.had is None:
+                # The step after the load publishes them.
+                continue
+            first, scale = span.first + span.had, own.tables[span.table].scale
+            stop = min(span.first + span.length, most // scale)
+            if first < stop:
+                begin = span.at - span.first
+                numbers = blocks[begin + first : begin + stop]
+                hashes = self._lookups.hashes(tracked, first, stop, scale)
+                runs.append(own.filled(span.table, first, hashes, numbers))
+                lacking -= len(numbers)
+        if not lacking:
+            own.on_load(tracked)
+        return PublicationSpec(runs, self._context.news.epoch, later=True) if runs else None
 
     # ---- steps
 

@@ -39,6 +39,7 @@ from benchmarks.vllm.settings import our_connector
 from vcache_backend.children import MetadataServer
 from vcache_backend.integration.vllm import lookups, requests, waits
 from vcache_backend.integration.vllm.metadata import (
+    LoadSpec,
     PublicationSpec,
     StepMetadata,
     WorkerReport,
@@ -188,6 +189,7 @@ class Planned:
         self.half.update(KVConnectorOutput(kv_connector_worker_meta=report))
         if not self.half.context.open():
             raise RuntimeError(self.half.context.refused)
+        self._loading = dict[str, LoadSpec]()
 
     def request(
         self,
@@ -254,7 +256,7 @@ class Planned:
     def end(self, output: Any, **said: Any) -> None:
         """The step that `output` describes is over, and its worker publishes. said: what the
         worker's connector reports."""
-        self.publish(output.kv_connector_metadata.publications)
+        self.publish(self.written(output.kv_connector_metadata, said))
         ran = self.model_output(output)
         ran.kv_connector_output = KVConnectorOutput(**said) if said else None
         self.scheduler.update_from_output(output, ran)
@@ -283,6 +285,15 @@ class Planned:
     def sampled(self, request: Any) -> int:
         """The token of a request's step."""
         return 7
+
+    def written(self, meta: StepMetadata, said: dict[str, Any]) -> list[PublicationSpec]:
+        """What a worker publishes once a step is over: blocks that it has computed, and those of
+        loads that have held. said: what the worker's connector reports."""
+        self._loading |= {load.request_id: load for load in meta.loads}
+        report = said.get("kv_connector_worker_meta") or WorkerReport()
+        over = {name: self._loading.pop(name, None) for name in said.get("finished_recving") or ()}
+        held = [load for name, load in over.items() if load and name not in report.failed]
+        return [*meta.publications, *(load.publication for load in held if load.publication)]
 
 
 class Instance(Planned):

@@ -84,8 +84,9 @@ def lying(said: BlockRun | SavedChunks) -> list[tuple[int, int]]:
 
 
 def blocks_of(meta: StepMetadata) -> list[Published]:
-    """All blocks that a step publishes."""
-    runs = [run for spec in meta.publications for run in spec.runs]
+    """All blocks that a step publishes, or its loads will."""
+    loads = [load.publication for load in meta.loads if load.publication]
+    runs = [run for spec in (*meta.publications, *loads) for run in spec.runs]
     return [
         Published(run.first + at, *lies, run.table, run.hashes[16 * at : 16 * at + 16])
         for run in runs

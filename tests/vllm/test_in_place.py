@@ -39,7 +39,6 @@ from vcache_backend.protocol.messages import (
     Join,
 )
 from vcache_backend.transfer.session import Session
-from vcache_backend.vram_pool.copies.copier import NOTHING
 from vcache_backend.vram_pool.generations import Generations
 
 __all__ = ["here"]
@@ -84,7 +83,7 @@ class Sharing:
     def publish(self, *chunks: int) -> None:
         """Each is a request's."""
         specs = [PublicationSpec([self._run(chunk)], self.epoch) for chunk in chunks]
-        self.in_place.publish(specs, NOTHING)
+        self.in_place.publish(specs)
         assert self.in_place.publisher is not None
         assert self.in_place.publisher.outbox.flush(SECONDS)
 

@@ -57,8 +57,7 @@ def computed(engine: Engine, tokens: list[int]) -> Request:
 
 
 def test_a_hit_is_loaded_from_where_it_was_published_and_published_again(shared: Make) -> None:
-    """By the reader, with the step that goes on behind it; in the owner itself it is vLLM's own
-    business."""
+    """By the reader, as soon as it has it; in the owner itself it is vLLM's own business."""
     owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
     source = computed(owner, tokens)
     own = owner.add(tokens)
@@ -71,11 +70,11 @@ def test_a_hit_is_loaded_from_where_it_was_published_and_published_again(shared:
     published = [one for meta in owner.metas for one in owner.published(source, meta)]
     (run,) = load.residents
     assert lying_at(run) == [one.block for one in published]
+    assert load.publication.later, "it is told when the token is out"
+    assert [one.number for one in blocks_of(loading)] == [*range(6)]
     assert reader.step().publications == [], "nothing of it is there"
     reader.step(finished_recving={request.request_id})
-    (told,) = reader.step().publications
-    assert told.later, "it is told when the token is out"
-    assert reader.numbers(request) == [*range(6)]
+    assert reader.step().publications == [], "its worker has done so"
     assert not any(spec.later for meta in owner.metas for spec in meta.publications)
     reader.finish(request)
     reader.flush()
@@ -180,51 +179,19 @@ def test_a_block_that_its_owner_uses_again_is_not_asked_for(
 
 
 def test_what_a_load_did_not_fill_is_published_by_the_step_that_computes_it(shared: Make) -> None:
-    """And so is what it did fill."""
+    """And only that: of the rest the worker has not told that it is there."""
     owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
     computed(owner, tokens)
     request = reader.add(tokens)
     (load,) = reader.step().loads
-    told = len(reader.metas)
+    left, told = set(load.blocks[4:]), len(reader.metas)
     report = WorkerReport(failed={request.request_id})
     said = {"finished_recving": {request.request_id}, "kv_connector_worker_meta": report}
-    reader.step(invalid_block_ids=set(load.blocks[4:]), **said)
-    assert reader.step().publications
-    published = reader.published(request)
-    assert sorted(one.block for one in published) == load.blocks
-    assert (len(reader.metas), reader.right(published)) == (told + 2, True)
-
-
-def test_what_is_loaded_over_a_reset_is_not_published(shared: Make) -> None:
-    """vLLM refuses, as the request waits for it. Nor is what is computed behind it."""
-    owner, reader, tokens = shared(), shared(), new_tokens(3 * CHUNK + 5)
-    computed(owner, tokens)
-    request = reader.add(tokens, max_tokens=2 * BLOCK)
-    assert reader.step().loads
-    assert not reader.scheduler.reset_prefix_cache()
-    reader.step(finished_recving={request.request_id})
-    told = len(reader.metas)
+    reader.step(invalid_block_ids=left, **said)
     reader.finish(request)
-    assert [one for meta in reader.metas[told:] for one in reader.numbers(request, meta)] == []
-
-
-def test_a_load_is_published_though_its_request_does_not_go_on(shared: Make) -> None:
-    """There is no block for it. vLLM has the load in its cache, and others that hit it there
-    publish what they compute."""
-    owner, reader, tokens = shared(), shared(blocks=10), new_tokens(3 * CHUNK + 5)
-    computed(owner, tokens)
-    request = reader.add(tokens)
-    (load,) = reader.step().loads
-    crowd = reader.add(new_tokens(2 * BLOCK), max_tokens=BLOCK)
-    reader.step(finished_recving={request.request_id})
-    published = [one for one in blocks_of(reader.step()) if one.block in load.blocks]
-    assert request.request_id not in reader.rows[-1]
-    reader.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
-    assert ([one.number for one in published], reader.right(published)) == ([*range(6)], True)
-    reader.finish(crowd)
-    again = reader.add(tokens + new_tokens(BLOCK), load=False)
-    reader.step()
-    assert (reader.hit(again), reader.numbers(again)) == (3 * CHUNK, [6])
+    published = [one for meta in reader.metas[told:] for one in reader.published(request, meta)]
+    assert {one.block for one in published} == left
+    assert reader.right(published)
 
 
 def test_a_producer_hears_of_a_reset_when_it_promises(shared: Make) -> None:
@@ -279,28 +246,3 @@ def test_a_failed_load_does_not_hide_that_a_hit_is_from_before_a_reset(shared: M
     assert reader.hit(request) == CHUNK
     reader.finish(request)
     assert not any(reader.numbers(request, meta) for meta in reader.metas[began:])
-
-
-def test_behind_a_hit_from_before_a_reset_a_load_is_right_and_what_is_computed_is_not(
-    shared: Make,
-) -> None:
-    """Another request of the instance has gone on over the reset, and vLLM's own cache has it."""
-    owner, other, reader = shared(), shared(), shared()
-    head = new_tokens(BLOCK - 9)
-    tokens = head + [7] * (3 * CHUNK + 5 - len(head))
-    stale = reader.add(head, max_tokens=CHUNK, load=False)
-    reader.step()
-    assert other.scheduler.reset_prefix_cache(reset_connector=True)
-    hear(owner)
-    hear(reader)
-    computed(owner, tokens)
-    reader.finish(stale)
-    request = reader.add(tokens + new_tokens(BLOCK))
-    assert reader.step().loads
-    assert reader.hit(request) == CHUNK
-    reader.step(finished_recving={request.request_id})
-    reader.step()
-    assert (reader.numbers(request), reader.right(reader.published(request))) == (
-        [*range(2, 6)],
-        True,
-    )

@@ -12,17 +12,18 @@ from typing import Any
 import pytest
 from engine_cases import Node, node
 from neighbour_cases import HOST, instance, mapped
-from processes import PATIENT, SECONDS, Worker
+from processes import PATIENT, SECONDS, Worker, eventually
 from vllm_cases import home, needs_vllm
 
 pytest.importorskip("vllm.v1.worker.utils", reason="vLLM is not installed")
 
 from table_cases import BLOCKS, Owner, Tables, models
 
-from vcache_backend.integration.vllm.metadata import LoadSpec
-from vcache_backend.integration.vllm.worker.loads import Loading
-from vcache_backend.integration.vllm.worker.stores import Attached
-from vcache_backend.protocol.messages import ResidentRun
+from vcache_backend.integration.vllm.metadata import LoadSpec, PublicationSpec, StepMetadata
+from vcache_backend.integration.vllm.telemetry.stats import Meter
+from vcache_backend.integration.vllm.worker.loads import Loading, Loads
+from vcache_backend.integration.vllm.worker.stores import Attached, Stores
+from vcache_backend.protocol.messages import BlockRun, ResidentRun
 from vcache_backend.resident.mappings import Neighbours
 from vcache_backend.transfer.layout import Layout
 from vcache_backend.transfer.session import Session
@@ -122,3 +123,26 @@ def test_a_load_fills_blocks_of_every_table_and_no_other_byte(
         loading = reader.load(blocks, EACH, runs)
         assert loading.filled == len(blocks) - 1
         assert (loading.invalid, loading.failure) == (blocks[-1:], "changed")
+
+
+def test_only_a_load_that_proved_all_its_blocks_is_published(here: Node) -> None:
+    """Not one of which a block was used again: its step computes it, and publishes it."""
+    case = "mistral", "LBNHC", 1
+    one, meter, told = owner(here, *case), Meter(), list[PublicationSpec]()
+    loads, over = Loads(0, Stores(meter), meter, publish=told.append), list[str]()
+    with closing(Reader(here, *case)) as reader:
+        group = reader.groups.groups[0].number
+        run, _ = one.ask("write", group, [4, 7])
+        assert mapped(reader.neighbours, run.instance)
+        for name in ("right", "changed"):
+            of_it = PublicationSpec([BlockRun(len(over), bytes(4), bytes(8), 0, bytes(16))])
+            spec = LoadSpec(
+                name, blocks=[1, 2], tokens=2, residents=[run], publication=of_it, number=1
+            )
+            loads.begin(reader.worker, StepMetadata(loads=[spec]))
+            eventually(
+                lambda name=name: over.extend(loads.ends(idle=True).over) or over[-1:] == [name]
+            )
+            one.ask("write", group, [7])
+    assert over == ["right", "changed"]
+    assert [spec.runs[0].first for spec in told] == [0]

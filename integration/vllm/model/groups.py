@@ -97,12 +97,14 @@ class LayerGroup(NamedTuple):
 
 class Span(NamedTuple):
     """The blocks [first, first + length) of a table (by its place in `Groups.all`), as blocks [at,
-    at + length) of a load."""
+    at + length) of a load. had: how many of the first ones the load leaves out; None: others, too.
+    """
 
     table: int
     first: int
     at: int
     length: int
+    had: int | None
 
 
 class Groups:
@@ -204,7 +206,9 @@ class Groups:
             row[:had] = [-1] * had
             if not full:
                 row = [number or -1 for number in row]
-            spans.append(Span(table, first, len(listed), len(row)))
+                had = next((at for at, number in enumerate(row) if number >= 0), len(row))
+            whole = full or row.count(-1) == had
+            spans.append(Span(table, first, len(listed), len(row), had if whole else None))
             listed += row
         return listed, spans
 

@@ -24,7 +24,7 @@ from vcache_backend.resident.own_cache import cache_shape, show_cache
 from vcache_backend.transfer.publisher import Publisher
 from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool import devices
-from vcache_backend.vram_pool.copies.copier import Mark
+from vcache_backend.vram_pool.copies.copier import NOTHING, Mark
 from vcache_backend.vram_pool.copies.geometry import PagedKV
 from vcache_backend.vram_pool.exports import CudaExportable, HostExportable, Region
 
@@ -70,7 +70,7 @@ class InPlace:
             session.client, session.stats, instance, session.rank, self._blocks
         )
 
-    def publish(self, specs: Sequence[PublicationSpec], written: Mark) -> None:
+    def publish(self, specs: Sequence[PublicationSpec], written: Mark = NOTHING) -> None:
         """Publish blocks once the work before `written` is done: the whole model run of the step
         that computes them."""
         if self.publisher is None:

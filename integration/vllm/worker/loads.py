@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from vcache_backend.transfer import load as transfer
 from vcache_backend.vram_pool.copies.copier import NOTHING, Mark
 
 from ..ends import EndRing
-from ..metadata import LoadSpan, LoadSpec, MoreBlocks, StepMetadata
+from ..metadata import LoadSpan, LoadSpec, MoreBlocks, PublicationSpec, StepMetadata
 from ..telemetry.stats import Meter
 from .stores import Attached, Stores
 
@@ -103,10 +103,12 @@ class Loads:
         at_once: bool = False,
         several: bool = False,
         traced: bool = False,
+        publish: Callable[[PublicationSpec], None] = lambda _: None,
     ) -> None:
         """number: of this worker among all workers. at_once: loads do not wait for the steps under
         way (`compat.loads_at_once`). several: report failed loads by request, since with several
-        block tables vLLM cannot tell which request owns a block. traced: vLLM traces."""
+        block tables vLLM cannot tell which request owns a block. traced: vLLM traces. publish:
+        called with the publication of a load that has proved all its blocks."""
         self.at_once, self.by_request = at_once, several
         self.failed = set[str]()
         """Requests with failed loads, for the worker's report, which takes them."""
@@ -114,7 +116,7 @@ class Loads:
         """The spans of loads that are over, for the worker's report, which takes them."""
         self._number, self._ends = number, EndRing(number)
         self._traced = traced
-        self._stores, self._meter = stores, meter
+        self._stores, self._meter, self._publish = stores, meter, publish
         self._under_way: list[Loading] = []
         self._over: list[tuple[LoadSpec, Loading | None, int]] = []
         """Loads that are over and not yet reported, and the time of each end (nanoseconds of the
@@ -231,6 +233,8 @@ class Loads:
             if spec.promote and (came := loading.to_promote()):
                 keys, epoch = loading.keys, loading.epoch
                 self._stores.promote(loading.worker, spec, keys, came, epoch)
+            if spec.publication is not None:
+                self._publish(spec.publication)
             self._ends.put(spec.number)
         self._over.append((spec, loading, time.time_ns()))
 

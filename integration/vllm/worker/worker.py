@@ -23,7 +23,7 @@ from vcache_backend.transfer.session import Session
 from vcache_backend.vram_pool.copies.geometry import PagedKV
 
 from ...around_vllm import beside_vllm
-from ..metadata import QUIET, StepMetadata, WorkerReport
+from ..metadata import QUIET, PublicationSpec, StepMetadata, WorkerReport
 from ..model import compat, groups
 from ..model import spec as model_spec
 from ..model.sharing import plan
@@ -87,6 +87,7 @@ class VCacheWorker:
             at_once=compat.loads_at_once(vllm_config, kv_cache_config, self._config),
             several=groups.several(kv_cache_config),
             traced=traces.wanted(vllm_config),
+            publish=self._publish_loaded,
         )
         self.shard = model_spec.ShardSpec(
             pp_rank=pp_rank, tp_rank=tp_rank, problem="it was given no KV caches"
@@ -169,6 +170,10 @@ class VCacheWorker:
         self.stores.start(worker, self._meta.stores)
         if self._meta.publications and self.in_place is not None:
             self.in_place.publish(self._meta.publications, worker.session.copier.mark())
+
+    def _publish_loaded(self, publication: PublicationSpec) -> None:
+        if self.in_place is not None:
+            self.in_place.publish([publication])
 
     def ends(self) -> Ends:
         """Advance all loads. Returns the loads that are over and not yet reported."""
