@@ -246,3 +246,45 @@ def test_a_failed_load_does_not_hide_that_a_hit_is_from_before_a_reset(shared: M
     assert reader.hit(request) == CHUNK
     reader.finish(request)
     assert not any(reader.numbers(request, meta) for meta in reader.metas[began:])
+
+
+def hit_from_before_a_reset(shared: Make, **of_reader: bool) -> tuple[Engine, list[int]]:
+    """A reader whose own cache has a prompt's first chunk from before a reset, over which another
+    request has gone on, and the prompt, which another instance has computed since."""
+    owner, other, reader = shared(), shared(), shared(**of_reader)
+    head = new_tokens(BLOCK - 9)
+    tokens = head + [7] * (3 * CHUNK + 5 - len(head))
+    stale = reader.add(head, max_tokens=CHUNK, load=False)
+    reader.step()
+    assert other.scheduler.reset_prefix_cache(reset_connector=True)
+    hear(owner)
+    hear(reader)
+    computed(owner, tokens)
+    reader.finish(stale)
+    return reader, tokens
+
+
+def test_what_a_sessions_turn_computes_there_is_not_taken_for_loaded_in_the_next_turn(
+    shared: Make,
+) -> None:
+    """With asynchronous scheduling vLLM caches a turn's last block when the turn is over."""
+    reader, tokens = hit_from_before_a_reset(shared, asynchronous=True)
+    request = reader.request(tokens, max_tokens=7 * BLOCK + 1 - len(tokens))
+    next_turn = reader.request(new_tokens(BLOCK), name=request.request_id)
+    for turn in (request, next_turn):
+        turn.resumable = True
+        reader.scheduler.add_request(turn)
+    assert reader.step().loads
+    assert reader.hit(request) == CHUNK
+    reader.step(finished_recving={request.request_id})
+    under_way = [reader.scheduler.schedule()]
+    while request.streaming_queue:
+        under_way.append(reader.scheduler.schedule())
+        reader.end(under_way.pop(0))
+    reader.end(under_way.pop())
+    began = len(reader.metas)
+    echoes = reader.step().echoes
+    assert echoes
+    reader.step(kv_connector_worker_meta=WorkerReport(echoes=echoes))
+    reader.step()
+    assert not any(reader.numbers(request, meta) for meta in reader.metas[began:])
