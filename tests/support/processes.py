@@ -166,8 +166,8 @@ class Process:
         """SIGKILL for it and all it has started, and gone. Idempotent."""
         if _running.pop(self, None) is None:
             return
-        # Nobody unlinks it for the killed.
-        segments = segments_of(self.pid)
+        # Nobody unlinks it for the killed. Once this has ended, its number may be another's.
+        segments = segments_of(self.pid) if self.alive else set[Path]()
         # While its group has a process, nobody else gets its number; if somebody has it, there is
         # no such group any more.
         if not self.ended() or self._state() in ("", "Z"):

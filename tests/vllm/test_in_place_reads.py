@@ -223,18 +223,25 @@ def test_what_was_found_before_a_reset_is_not_loaded_after_it(shared: Make) -> N
     assert reader.numbers(request) == [*range(6)]
 
 
-def test_a_failed_load_does_not_hide_that_a_hit_is_from_before_a_reset(shared: Make) -> None:
-    """Another request of the instance has gone on over the reset. vLLM's own cache has its blocks
-    only since the load was planned, and the request of the load hits them."""
-    owner, other, reader = shared(), shared(), shared()
-    head, answer = new_tokens(BLOCK - 9), CHUNK
+def over_a_reset(shared: Make, **of_reader: bool) -> tuple[Engine, Request, list[int]]:
+    """A reader, its request that has gone on over another instance's reset, and a prompt that
+    begins as that request does, which a third instance has computed since."""
+    owner, other, reader = shared(), shared(), shared(**of_reader)
+    head = new_tokens(BLOCK - 9)
     tokens = head + [7] * (3 * CHUNK + 5 - len(head))
-    stale = reader.add(head, max_tokens=answer, load=False)
+    stale = reader.add(head, max_tokens=CHUNK, load=False)
     reader.step()
     assert other.scheduler.reset_prefix_cache(reset_connector=True)
     hear(owner)
     hear(reader)
     computed(owner, tokens)
+    return reader, stale, tokens
+
+
+def test_a_failed_load_does_not_hide_that_a_hit_is_from_before_a_reset(shared: Make) -> None:
+    """vLLM's own cache has its blocks only since the load was planned, and the request of the load
+    hits them."""
+    reader, stale, tokens = over_a_reset(shared)
     request = reader.add(tokens)
     (load,) = reader.step().loads
     reader.finish(stale)
@@ -248,27 +255,12 @@ def test_a_failed_load_does_not_hide_that_a_hit_is_from_before_a_reset(shared: M
     assert not any(reader.numbers(request, meta) for meta in reader.metas[began:])
 
 
-def hit_from_before_a_reset(shared: Make, **of_reader: bool) -> tuple[Engine, list[int]]:
-    """A reader whose own cache has a prompt's first chunk from before a reset, over which another
-    request has gone on, and the prompt, which another instance has computed since."""
-    owner, other, reader = shared(), shared(), shared(**of_reader)
-    head = new_tokens(BLOCK - 9)
-    tokens = head + [7] * (3 * CHUNK + 5 - len(head))
-    stale = reader.add(head, max_tokens=CHUNK, load=False)
-    reader.step()
-    assert other.scheduler.reset_prefix_cache(reset_connector=True)
-    hear(owner)
-    hear(reader)
-    computed(owner, tokens)
-    reader.finish(stale)
-    return reader, tokens
-
-
 def test_what_a_sessions_turn_computes_there_is_not_taken_for_loaded_in_the_next_turn(
     shared: Make,
 ) -> None:
     """With asynchronous scheduling vLLM caches a turn's last block when the turn is over."""
-    reader, tokens = hit_from_before_a_reset(shared, asynchronous=True)
+    reader, stale, tokens = over_a_reset(shared, asynchronous=True)
+    reader.finish(stale)
     request = reader.request(tokens, max_tokens=7 * BLOCK + 1 - len(tokens))
     next_turn = reader.request(new_tokens(BLOCK), name=request.request_id)
     for turn in (request, next_turn):
