@@ -351,14 +351,16 @@ def signed(limit: str) -> str:
 
 
 APART = {
-    "6892e4c1": {
+    "338d8dc3": {
         "8k, one": "pd_{}_8k_1_128",
         "8k, 8": "pd_{}_8k_8_128",
-        "8k, 16": "pd_{}_8k_16_128",
         "8k, 32": "pd_{}_8k_32_128",
+        "32k, 8": "pd_{}_32k_8_128",
+    },
+    "6892e4c1": {
+        "8k, 16": "pd_{}_8k_16_128",
         "8k, 8, answers of 512": "pd_{}_8k_8_512",
         "32k, one": "pd_{}_32k_1_128",
-        "32k, 8": "pd_{}_32k_8_128",
     },
     "497ccee4": {
         "2 + 2 servers: 8k, one": "x4_pd_{}_8k_1_128",
@@ -382,8 +384,8 @@ def prefill_and_decode() -> str:
         for figure in ("handover_p50", "tpot_p50", "gap_p99", "throughput"):
             row = found[case.format(figure)]
             cells.append(cell(row, row["ratio"], "{:.3f}"))
-        shown.append([name, *cells, str(handover["runs"])])
-    head = "prompt, in flight|handover, ms|NIXL's|÷|TPOT ÷|gap p99 ÷|requests/s ÷|runs"
+        shown.append([name, *cells, str(handover["runs"]), commit])
+    head = "prompt, in flight|handover, ms|NIXL's|÷|TPOT ÷|gap p99 ÷|requests/s ÷|runs|commit"
     return table(head, shown)
 
 
