@@ -38,7 +38,7 @@ import msgspec
 import numpy as np
 
 from .options import Measurement, names_of, parser
-from .results import Clock, percentile
+from .results import Clock
 from .serving import workloads
 from .serving.client import LATE, send
 from .serving.ranks import equal
@@ -175,8 +175,7 @@ def _run(arm: Arm, servers: Servers, load: Workload, made: Measurement) -> Figur
     print(
         f"{made.clock.spent:4.0f} s  {arm.name} {load.name}: {found.throughput:.2f} requests/s "
         f"in {found.duration:.1f} s, {found.errors} errors, hit rate "
-        f"{found.hit_rate:.3f} of {load.ceiling:.3f}, TPOT {percentile(found.tpot, 10):.2f} "
-        f"to {percentile(found.tpot, 90):.2f} ms",
+        f"{found.hit_rate:.3f} of {load.ceiling:.3f}, {found.steps}",
         flush=True,
     )
     return found

@@ -96,13 +96,14 @@ async def _apart(
     session: ClientSession, apart: str, first: int, port: int, request: Request, answer: Answer
 ) -> None:
     """Ask a prefill server and a decode server: both at once, as examples/prefill_proxy.py and
-    vLLM's proxy for Mooncake do. With NIXL the first answer says where the KV lies."""
+    vLLM's proxy for Mooncake do. With `after` and NIXL the prefill server first: with NIXL its
+    answer says where the KV lies."""
     sent, asked, given = time.perf_counter(), dict[str, Any](), dict[str, Any]()
     # NIXL's push and Mooncake know a request by its name.
     name = f"{first}-{time.perf_counter_ns()}"
     if apart == "announced":
         given = {"vcache": {"announced": True, "wait_seconds": 60}}
-    else:
+    elif apart != "after":
         asked = {"do_remote_decode": True, "do_remote_prefill": False}
     if apart == "mooncake":
         asked |= {"transfer_id": name}
@@ -111,7 +112,8 @@ async def _apart(
     body = _with(request.first, asked)
     prefill = asyncio.ensure_future(_first(session, first, body, answer, name))
     try:
-        given = (await prefill)["kv_transfer_params"] if apart == "nixl" else given
+        if apart in ("after", "nixl"):
+            given = (await prefill)["kv_transfer_params"] or {}
         await complete(session, port, _with(request.body, given), answer, name)
     except (OSError, ClientError, ValueError, KeyError) as error:
         answer.error = f"{type(error).__name__}: {error}"

@@ -55,8 +55,8 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
     to LMCache's server; empty: without it. behind: another connector of vLLM's behind ours, which
     keeps KV in host memory. host: our pool in host memory, for what KV caches lose. ranks: one
     server with data parallel ranks, among which vLLM balances itself. apart: the first servers
-    compute prompts, the others answer; `announced`, `nixl` or `mooncake`, by how the KV is handed
-    over. connector: another one than vcache. block, layout: of the KV cache, if
+    compute prompts, the others answer; `announced`, `after`, `nixl` or `mooncake`, by how the KV is
+    handed over. connector: another one than vcache. block, layout: of the KV cache, if
     not the usual ones."""
 
     label: str
@@ -108,6 +108,14 @@ SYSTEMS = {
         label="vcache, blocks of 64, NIXL's layout",
         share="in_place",
         apart="announced",
+        block=64,
+        layout="HND",
+    ),
+    # The decode server is asked once the prefill server has answered, as with NIXL.
+    "pd_vcache_after": System(
+        label="vcache, asked after, blocks of 64, NIXL's layout",
+        share="in_place",
+        apart="after",
         block=64,
         layout="HND",
     ),
