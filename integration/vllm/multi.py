@@ -24,9 +24,10 @@ from vllm.v1.request import RequestStatus
 from vcache_backend.errors import ConfigError
 
 from .. import plugin
+from .beside_lmcache import maps
 from .boundary import Boundary, answer, guarded
 from .model import compat
-from .others import Guarded, maps, misfits
+from .others import Guarded, misfits
 
 log = logging.getLogger("vllm.vcache")
 

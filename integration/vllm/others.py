@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from time import monotonic
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
 
 from .. import hooks
+from .beside_lmcache import Transfers
 from .model import compat
 
 log = logging.getLogger("vllm.vcache")
@@ -38,9 +38,10 @@ class Guarded:
         self.tracks = hasattr(connector, "request_trackers")
         """LMCache's: notes each request's blocks, and keeps what a look-up has found from eviction
         until it hears of the blocks."""
+        self._transfers: Transfers | None = None
         try:
             if adapter := getattr(connector, "worker_adapter", None):
-                _fence_stores(adapter)
+                self._transfers = Transfers(adapter)
         except hooks.Changed as error:
             self.fail(str(error))
 
@@ -72,6 +73,8 @@ class Guarded:
             self.off_at = monotonic()
             line = "%s is out of use: %s. vLLM serves without it until it is restarted"
             log.error(line, self.name, reason, exc_info=error)
+            if self._transfers is not None:
+                self._transfers.end()
 
     def forget_answers(self, name: str) -> None:
         """Before LMCache is asked about a request, which has no blocks yet. Below 0.5.6 it takes
@@ -103,45 +106,3 @@ def misfits(kinds: Iterable[type], hybrid: bool) -> Iterator[str]:
             yield f"{kind.__name__} does not know vLLM's hybrid KV cache manager: {how}"
         if kind.__name__ == "OffloadingConnector" and not compat.tells_of_sleep():
             yield "OffloadingConnector beside VCacheConnector needs vLLM 0.33"
-
-
-def _fence_stores(adapter: Any) -> None:
-    """Keep LMCache's server from taking for written what this worker has not written.
-
-    Through shared memory LMCache (0.5.3 to 0.5.6) stores in the background, right into the memory
-    of its server. A late store would write to the memory of a server that has died and commit to
-    the next one; and what is not committed, a server commits when the worker unregisters."""
-
-    def registers(theirs: Callable[..., Any]) -> Callable[..., None]:
-        def register(*args: Any, **kwargs: Any) -> None:
-            if old := getattr(adapter.transfer_ctx, "_engine_driven_context", None):
-                # What is under way there fails, and raises nothing: a load may be, in vLLM's
-                # thread.
-                old.commit_store = lambda *_: False
-                old._build_slot_tensors = lambda _: None
-            theirs(*args, **kwargs)
-            new = getattr(adapter.transfer_ctx, "_engine_driven_context", None)
-            if type(new).__name__ == "EngineDrivenContextPickle":
-                how = "start its server with --no-l1-use-lazy and --shm-name (docs/lmcache.md)"
-                log.warning("LMCache pickles KV, which is slow: %s", how)
-
-        return register
-
-    def leaves(theirs: Callable[[], Any]) -> Callable[[], None]:
-        def leave() -> None:
-            if hasattr(adapter.transfer_ctx, "_engine_driven_context"):
-                adapter.instance_id = adapter.transfer_ctx._instance_id = 0  # nobody's
-            theirs()
-
-        return leave
-
-    hooks.replace(adapter, "_send_register_kv_caches_request", registers)
-    hooks.replace(adapter, "shutdown", leaves)
-
-
-def maps(other: Any) -> bool:
-    """Whether LMCache's server would map the KV cache itself, by CUDA's older handles, which do not
-    fit memory that vcache exports."""
-    told: Mapping[str, Any] = other._kv_transfer_config.kv_connector_extra_config or {}
-    mode = told.get("lmcache.mp.mp_transfer_mode", os.environ.get("LMCACHE_MP_TRANSFER_MODE"))
-    return "LMCacheMP" in type(other).__name__ and mode != "engine_driven"

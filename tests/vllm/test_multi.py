@@ -46,6 +46,10 @@ MEMORY_GB = 16 / 1024
 """LMCache's: room for some hundred chunks."""
 THEIRS = "lmcache.integration.vllm.lmcache_mp_connector:LMCacheMPConnector"
 
+_MEMORY = "lmcache.v1.multiprocess.transfer_context.shm:EngineDrivenContextShm"
+FOUND, FREED = f"{_MEMORY}._build_slot_tensors", f"{_MEMORY}.commit_retrieve"
+"""Before and behind the copy of a load of LMCache's."""
+
 
 class Beside:
     """`lmcache server`, and instances with both connectors."""
@@ -161,6 +165,39 @@ def test_one_that_dies_leaves_the_other(beside: Beside, quick: Node) -> None:
         answers.append(b.one(tokens))
     assert [one.cached for one in answers] == [LENGTH, 0, LENGTH + BLOCK, 0, LENGTH]
     assert all(one.agrees(right) for one in answers)
+
+
+def test_a_load_of_lmcaches_holds_up_no_step(beside: Beside, quick: Node) -> None:
+    """Nor does it write to blocks that are somebody else's, once its server is gone."""
+    a, tokens, other = quick.a, new_tokens(TOKENS), new_tokens(BLOCK)
+    right = quick.aside.run(Prompt(tokens), Prompt(other))
+    computed(a, tokens)
+    forget(a)
+    with vllm_cases.stopped_at(a, FOUND) as held:
+        a.add("loads", tokens)
+        eventually(lambda: (a.step(1), held.reached)[1])
+        a.add("other", other)
+        found = a.finish("other")
+        held.go()
+        found |= a.finish("loads")
+    assert found["loads"].cached == LENGTH
+    assert all(found[name].agrees(own) for name, own in zip(("loads", "other"), right, strict=True))
+    forget(a)
+    with vllm_cases.stopped_at(a, FOUND) as held:
+        a.add("lost", tokens)
+        eventually(lambda: (a.step(1), held.reached)[1])
+        beside.server.kill()
+        noticed(False, a, quick.b)
+        lost = a.finish("lost")["lost"]
+        assert (lost.cached, lost.agrees(right[0])) == (0, True)
+        forget(a)
+        a.ask("poison")
+        a.ask("meddle", FREED, "count", None, vllm_cases.FOREVER)
+        held.go()
+        eventually(lambda: a.ask("calls")[FREED])
+        assert a.ask("written") == 0
+    beside.serve()
+    noticed(True, a, quick.b)
 
 
 def test_whoever_does_not_answer_or_raises_leaves_the_other(beside: Beside, quick: Node) -> None:

@@ -1,0 +1,231 @@
+"""LMCache's worker where it copies KV itself, from and to the shared memory of its server
+(`engine_driven`): its loads run beside vLLM's steps, and nothing touches memory that has become
+somebody else's.
+
+As LMCache does it (0.5.3 to 0.5.6), a load runs within a step, which waits until it is over, and a
+late store is committed to a server that has never had it."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from vcache_backend.transfer.outbox import Outbox, at_once
+
+from .. import hooks
+
+log = logging.getLogger("vllm.vcache")
+
+COPY_SECONDS = 60.0
+"""How long a copy under way is waited for. It takes some milliseconds."""
+
+
+def maps(other: Any) -> bool:
+    """Whether LMCache's server would map the KV cache itself, by CUDA's older handles, which do not
+    fit memory that vcache exports."""
+    told: Mapping[str, Any] = other._kv_transfer_config.kv_connector_extra_config or {}
+    mode = told.get("lmcache.mp.mp_transfer_mode", os.environ.get("LMCACHE_MP_TRANSFER_MODE"))
+    return "LMCacheMP" in type(other).__name__ and mode != "engine_driven"
+
+
+class Transfers:
+    """What LMCache's worker copies. It registers with its server at the start, and again, in
+    another thread, once a server has been restarted: then what is under way ends."""
+
+    def __init__(self, adapter: Any) -> None:
+        """adapter: LMCache's, which is changed. Raises hooks.Changed."""
+        self._adapter = adapter
+        self._loads: LMCacheLoads | None = None
+        hooks.replace(adapter, "_send_register_kv_caches_request", self._registers)
+        hooks.replace(adapter, "get_finished", self._reports)
+        hooks.replace(adapter, "shutdown", self._leaves)
+
+    def end(self) -> None:
+        """Begin no more loads. Waits for a copy under way. Any thread."""
+        if self._loads is not None:
+            self._loads.end()
+
+    @property
+    def _context(self) -> Any:
+        """What copies through the server's memory; None in LMCache's other mode."""
+        return getattr(self._adapter.transfer_ctx, "_engine_driven_context", None)
+
+    def _registers(self, theirs: Callable[..., Any]) -> Callable[..., None]:
+        def register(*args: Any, **kwargs: Any) -> None:
+            if old := self._context:
+                # The memory may be another server's. What fails there raises nothing.
+                old.commit_store = lambda *_: False
+                old._build_slot_tensors = lambda _: None
+                self.end()
+            theirs(*args, **kwargs)
+            if new := self._context:
+                if type(new).__name__ == "EngineDrivenContextPickle":
+                    how = "start its server with --no-l1-use-lazy and --shm-name (docs/lmcache.md)"
+                    log.warning("LMCache pickles KV, which is slow: %s", how)
+                self._take_over(new)
+
+        return register
+
+    def _take_over(self, context: Any) -> None:
+        try:
+            self._loads = LMCacheLoads(self._adapter, context)
+        except (ImportError, hooks.Changed) as error:
+            log.warning("LMCache's loads hold up vLLM's steps: %s", error)
+
+    def _reports(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
+        def get_finished(*args: Any, **kwargs: Any) -> Any:
+            told = theirs(*args, **kwargs)
+            if self._loads is not None:
+                self._loads.settle()
+            return told
+
+        return get_finished
+
+    def _leaves(self, theirs: Callable[[], Any]) -> Callable[[], None]:
+        def leave() -> None:
+            self.end()
+            if self._context is not None:
+                # Unregistered, it would have its server commit what it has not written.
+                self._adapter.instance_id = self._adapter.transfer_ctx._instance_id = 0  # nobody's
+            theirs()
+
+        return leave
+
+
+class LMCacheLoad:
+    """A load of LMCache's. future: its result, LMCache's own kind: whether the blocks are
+    filled."""
+
+    def __init__(self, future: Any) -> None:
+        self.future, self.over, self.lock = future, False, threading.Lock()
+
+    def finish(self, filled: bool) -> None:
+        """Under the lock."""
+        if not self.over:
+            self.over = True
+            self.future.set_result(filled)
+
+    def drop(self) -> None:
+        """End it as failed. Waits for its copy: afterwards the blocks are vLLM's."""
+        held = self.lock.acquire(timeout=COPY_SECONDS)
+        if not held:
+            log.error("a load of LMCache's has copied for %.0f s", COPY_SECONDS)
+        self.finish(False)
+        if held:
+            self.lock.release()
+
+
+class LMCacheLoads:
+    """The loads through one server's memory, one after the other, in a thread of their own."""
+
+    def __init__(self, adapter: Any, context: Any) -> None:
+        """context: copies through the server's memory. Raises hooks.Changed."""
+        from lmcache.v1.multiprocess.futures import MessagingFuture
+        from lmcache.v1.multiprocess.transfer_context.base import scatter_cpu_to_paged_kv as scatter
+
+        self._adapter, self._context = adapter, context
+        self._future, self._scatter = MessagingFuture, scatter
+        self._under_way: list[LMCacheLoad] = []
+        """In vLLM's thread; `end` only reads it."""
+        self._ended, self._outbox = False, Outbox()
+        self._stream: Any = None
+        transfer = adapter.transfer_ctx
+        known = {"layout_hints", "engine_kv_format", "engine_type"}
+        taken = known & inspect.signature(scatter).parameters.keys()
+        hooks.require(transfer, " ".join(f"_{name}" for name in taken))
+        self._format = {name: getattr(transfer, f"_{name}") for name in taken}
+        wanted = "key kv_caches block_ids blocks_in_chunk skip_first_n_tokens"
+        hooks.replace(transfer, "submit_retrieve", self._submits, wanted)
+
+    def settle(self) -> None:
+        """After each of LMCache's reports: end what it awaits no more, since vLLM may take the
+        blocks of a load that was reported, as all are once their server is gone."""
+        if self._under_way:
+            awaited = {id(future) for future, *_ in self._adapter.retrieve_futures.values()}
+            for load in self._under_way:
+                if not load.over and id(load.future) not in awaited:
+                    load.drop()
+            self._under_way = [load for load in self._under_way if not load.over]
+
+    def end(self) -> None:
+        """Begin no more of them. Any thread."""
+        self._ended = True
+        for load in list(self._under_way):
+            load.drop()
+        self._outbox.close(0.0)
+
+    def _submits(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
+        names = inspect.signature(theirs)
+
+        def submit(*args: Any, **kwargs: Any) -> Any:
+            bound = names.bind(*args, **kwargs)
+            bound.apply_defaults()
+            load, given = LMCacheLoad(self._future()), bound.arguments
+            device = next(iter(given["kv_caches"].values())).device
+            before = None
+            if device.type == "cuda":
+                # An earlier step may still write to the blocks.
+                self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                before = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                before.record()
+            self._under_way.append(load)
+            self._outbox.after(at_once, lambda: self._run(load, given, before))
+            if self._ended:
+                load.drop()
+            return load.future
+
+        return submit
+
+    # ---- the thread
+
+    def _run(self, load: LMCacheLoad, given: Mapping[str, Any], before: Any) -> None:
+        """Ask the server for the chunks' places, copy, and have the places freed."""
+        try:
+            if load.over:
+                return
+            told = given["key"], self._adapter.instance_id
+            chunks = self._context.prepare_retrieve(*told)
+            with load.lock:
+                if chunks is not None and not load.over:
+                    self._copy(chunks, given, before)
+                load.finish(chunks is not None)
+            self._context.commit_retrieve(*told)
+        except Exception as error:
+            log.warning("LMCache's load has failed: %s", error, exc_info=error)
+        finally:
+            with load.lock:
+                load.finish(False)
+
+    def _copy(self, chunks: list[Any], given: Mapping[str, Any], before: Any) -> None:
+        """Copy the chunks into the blocks."""
+        (blocks,) = given["block_ids"]
+        skipped = given["skip_first_n_tokens"]
+        with torch.inference_mode(), self._after(before):
+            self._scatter(
+                given["kv_caches"],
+                blocks,
+                chunks,
+                given["blocks_in_chunk"],
+                skip_first_n_tokens=skipped,
+                **self._format,
+            )
+
+    @contextmanager
+    def _after(self, before: Any) -> Iterator[None]:
+        """On a GPU: a context whose copies begin after the event, and are over when it ends."""
+        if before is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(before)
+            try:
+                yield
+            finally:
+                self._stream.synchronize()
