@@ -185,7 +185,7 @@ def transfer(name: str, sizes: Sizes, side: Mapping[str, Any]) -> dict[str, Any]
     more = {"connector.share": share}
     lends = sizes.pool_bytes if share == "pool" else 0
     if system.host:
-        more["pool.device"], lends = "host", sizes.host_bytes // sizes.instances
+        more["pool.device"], lends = "host", sizes.host_bytes  # all servers together
     elif share == "pool" and sizes.scale.cpu:
         more["pool.device"] = f"host:{side['index']}"
     more |= dict(side.get("more", {}))
