@@ -3,7 +3,8 @@
 somebody else's.
 
 As LMCache does it (0.5.3 to 0.5.6), a load runs within a step, which waits until it is over, and a
-late store is committed to a server that has never had it."""
+late store is committed to a server that has never had it. 0.5.3 takes blocks for filled that a load
+could not fill."""
 
 from __future__ import annotations
 
@@ -39,18 +40,25 @@ class Transfers:
     """What LMCache's worker copies. It registers with its server at the start, and again, in
     another thread, once a server has been restarted: then what is under way ends."""
 
-    def __init__(self, adapter: Any) -> None:
-        """adapter: LMCache's, which is changed. Raises hooks.Changed."""
-        self._adapter = adapter
+    def __init__(self, connector: Any) -> None:
+        """connector: LMCache's, which is changed, and its adapter. Raises hooks.Changed."""
+        self._adapter = adapter = connector.worker_adapter
+        self._under_way: list[LMCacheLoad] = []
+        """All that LMCache awaits. Changed in vLLM's thread only."""
         self._loads: LMCacheLoads | None = None
         hooks.replace(adapter, "_send_register_kv_caches_request", self._registers)
         hooks.replace(adapter, "get_finished", self._reports)
         hooks.replace(adapter, "shutdown", self._leaves)
 
     def end(self) -> None:
-        """Begin no more loads. Waits for a copy under way. Any thread."""
+        """Begin no more loads, and drop those under way. Any thread."""
         if self._loads is not None:
             self._loads.end()
+        self._drop_all()
+
+    def _drop_all(self) -> None:
+        for load in list(self._under_way):
+            load.drop()
 
     @property
     def _context(self) -> Any:
@@ -75,18 +83,30 @@ class Transfers:
 
     def _take_over(self, context: Any) -> None:
         try:
-            self._loads = LMCacheLoads(self._adapter, context)
+            self._loads = LMCacheLoads(self._adapter, context, self._under_way)
         except (ImportError, hooks.Changed) as error:
             log.warning("LMCache's loads hold up vLLM's steps: %s", error)
 
     def _reports(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
         def get_finished(*args: Any, **kwargs: Any) -> Any:
             told = theirs(*args, **kwargs)
-            if self._loads is not None:
-                self._loads.settle()
+            if self._under_way:
+                self._settle()
             return told
 
         return get_finished
+
+    def _settle(self) -> None:
+        """After each of LMCache's reports: drop what it awaits no more, since vLLM may take the
+        blocks of a load that was reported, as all are once their server is gone. And name the
+        blocks that were not filled: LMCache 0.5.3 does not."""
+        awaited = {id(future) for future, *_ in self._adapter.retrieve_futures.values()}
+        for load in self._under_way:
+            if id(load.future) not in awaited:
+                load.drop()
+                if not load.filled:
+                    self._adapter.error_block_ids.update(load.blocks)
+        self._under_way[:] = [load for load in self._under_way if id(load.future) in awaited]
 
     def _leaves(self, theirs: Callable[[], Any]) -> Callable[[], None]:
         def leave() -> None:
@@ -103,17 +123,21 @@ class LMCacheLoad:
     """A load of LMCache's. future: its result, LMCache's own kind: whether the blocks are
     filled."""
 
-    def __init__(self, future: Any) -> None:
-        self.future, self.over, self.lock = future, False, threading.Lock()
+    def __init__(self, future: Any, blocks: list[int]) -> None:
+        self.future, self.blocks, self.lock = future, blocks, threading.Lock()
+        self.over = self.filled = False
 
     def finish(self, filled: bool) -> None:
         """Under the lock."""
         if not self.over:
-            self.over = True
+            self.over, self.filled = True, filled
             self.future.set_result(filled)
 
     def drop(self) -> None:
-        """End it as failed. Waits for its copy: afterwards the blocks are vLLM's."""
+        """End it as failed, if it is not over. Waits for its copy: afterwards the blocks are
+        vLLM's."""
+        if self.over:
+            return
         held = self.lock.acquire(timeout=COPY_SECONDS)
         if not held:
             log.error("a load of LMCache's has copied for %.0f s", COPY_SECONDS)
@@ -125,17 +149,18 @@ class LMCacheLoad:
 class LMCacheLoads:
     """The loads through one server's memory, one after the other, in a thread of their own."""
 
-    def __init__(self, adapter: Any, context: Any) -> None:
-        """context: copies through the server's memory. Raises hooks.Changed."""
+    def __init__(self, adapter: Any, context: Any, under_way: list[LMCacheLoad]) -> None:
+        """context: copies through the server's memory. under_way: where loads are noted. Raises
+        hooks.Changed."""
         from lmcache.v1.multiprocess.futures import MessagingFuture
         from lmcache.v1.multiprocess.transfer_context.base import scatter_cpu_to_paged_kv as scatter
 
-        self._adapter, self._context = adapter, context
+        self._adapter, self._under_way = adapter, under_way
+        self._context: Any = context
+        """None once no more loads begin."""
         self._future, self._scatter = MessagingFuture, scatter
-        self._under_way: list[LMCacheLoad] = []
-        """In vLLM's thread; `end` only reads it."""
-        self._ended, self._outbox = False, Outbox()
         self._stream: Any = None
+        hooks.require(adapter, "error_block_ids retrieve_futures")
         transfer = adapter.transfer_ctx
         known = {"layout_hints", "engine_kv_format", "engine_type"}
         taken = known & inspect.signature(scatter).parameters.keys()
@@ -143,22 +168,11 @@ class LMCacheLoads:
         self._format = {name: getattr(transfer, f"_{name}") for name in taken}
         wanted = "key kv_caches block_ids blocks_in_chunk skip_first_n_tokens"
         hooks.replace(transfer, "submit_retrieve", self._submits, wanted)
-
-    def settle(self) -> None:
-        """After each of LMCache's reports: end what it awaits no more, since vLLM may take the
-        blocks of a load that was reported, as all are once their server is gone."""
-        if self._under_way:
-            awaited = {id(future) for future, *_ in self._adapter.retrieve_futures.values()}
-            for load in self._under_way:
-                if not load.over and id(load.future) not in awaited:
-                    load.drop()
-            self._under_way = [load for load in self._under_way if not load.over]
+        self._outbox = Outbox()
 
     def end(self) -> None:
         """Begin no more of them. Any thread."""
-        self._ended = True
-        for load in list(self._under_way):
-            load.drop()
+        self._context = None
         self._outbox.close(0.0)
 
     def _submits(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -167,7 +181,9 @@ class LMCacheLoads:
         def submit(*args: Any, **kwargs: Any) -> Any:
             bound = names.bind(*args, **kwargs)
             bound.apply_defaults()
-            load, given = LMCacheLoad(self._future()), bound.arguments
+            given = bound.arguments
+            (blocks,) = given["block_ids"]
+            load = LMCacheLoad(self._future(), blocks)
             device = next(iter(given["kv_caches"].values())).device
             before = None
             if device.type == "cuda":
@@ -177,7 +193,7 @@ class LMCacheLoads:
                 before.record()
             self._under_way.append(load)
             self._outbox.after(at_once, lambda: self._run(load, given, before))
-            if self._ended:
+            if self._context is None:
                 load.drop()
             return load.future
 
@@ -187,35 +203,30 @@ class LMCacheLoads:
 
     def _run(self, load: LMCacheLoad, given: Mapping[str, Any], before: Any) -> None:
         """Ask the server for the chunks' places, copy, and have the places freed."""
+        context = self._context
         try:
-            if load.over:
+            if load.over or context is None:
                 return
             told = given["key"], self._adapter.instance_id
-            chunks = self._context.prepare_retrieve(*told)
+            chunks = context.prepare_retrieve(*told)
             with load.lock:
                 if chunks is not None and not load.over:
-                    self._copy(chunks, given, before)
+                    self._copy(load.blocks, chunks, given, before)
                 load.finish(chunks is not None)
-            self._context.commit_retrieve(*told)
+            context.commit_retrieve(*told)
         except Exception as error:
             log.warning("LMCache's load has failed: %s", error, exc_info=error)
         finally:
             with load.lock:
                 load.finish(False)
 
-    def _copy(self, chunks: list[Any], given: Mapping[str, Any], before: Any) -> None:
-        """Copy the chunks into the blocks."""
-        (blocks,) = given["block_ids"]
-        skipped = given["skip_first_n_tokens"]
+    def _copy(
+        self, blocks: list[int], chunks: list[Any], given: Mapping[str, Any], before: Any
+    ) -> None:
+        skipped = {"skip_first_n_tokens": given["skip_first_n_tokens"]}
+        whole = given["kv_caches"], blocks, chunks, given["blocks_in_chunk"]
         with torch.inference_mode(), self._after(before):
-            self._scatter(
-                given["kv_caches"],
-                blocks,
-                chunks,
-                given["blocks_in_chunk"],
-                skip_first_n_tokens=skipped,
-                **self._format,
-            )
+            self._scatter(*whole, **skipped, **self._format)
 
     @contextmanager
     def _after(self, before: Any) -> Iterator[None]:

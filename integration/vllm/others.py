@@ -40,8 +40,8 @@ class Guarded:
         until it hears of the blocks."""
         self._transfers: Transfers | None = None
         try:
-            if adapter := getattr(connector, "worker_adapter", None):
-                self._transfers = Transfers(adapter)
+            if getattr(connector, "worker_adapter", None):
+                self._transfers = Transfers(connector)
         except hooks.Changed as error:
             self.fail(str(error))
 

@@ -1,4 +1,4 @@
-"""LMCache's worker beside ours, when its server is restarted under it, and when it leaves."""
+"""LMCache's worker beside ours: its loads, when its server is restarted under it, and when it leaves."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from lmcache.v1.multiprocess.transfer_context.worker_transfer import EngineDrive
 
 from vcache_backend.integration.vllm.others import Guarded
 
-SLOTS = [{"offset": 0, "length": 4, "shape": [1], "dtype": "float32"}]
+SLOTS = [{"offset": 0, "length": 8, "shape": [2, 1, 1, 1], "dtype": "float32"}]
 SAID = SimpleNamespace(success=True, context={"slots": SLOTS, "chunk_indices": [0]})
 ANSWER = SimpleNamespace(wait=lambda timeout: True, result=lambda timeout=0.0: SAID)
+NONE = SimpleNamespace(result=lambda timeout: SimpleNamespace(success=False))
+BLOCK = 0
 
 
 class Adapter:
@@ -32,8 +34,12 @@ class Adapter:
     def __init__(self) -> None:
         self.instance_id, self.left = 7, list[int]()
         self.retrieve_futures: dict[str, Any] = {}
+        self.error_block_ids = set[int]()
+        self.is_healthy = True
         self.transfer_ctx: Any = None
-        self.child = Guarded(SimpleNamespace(worker_adapter=self))
+        self.cache = {"layer": torch.zeros(2, 1, 1, 1, 1)}
+        connector = SimpleNamespace(worker_adapter=self, unregister_kv_caches=lambda: None)
+        self.child = Guarded(connector)
 
     def registers(self, context: Any) -> None:
         self._send_register_kv_caches_request(context)
@@ -43,21 +49,44 @@ class Adapter:
         self.transfer_ctx._engine_driven_context = context
 
     def get_finished(self) -> None:
-        pass
+        """As 0.5.3 does it: it names no blocks."""
+        for name, (future, _) in list(self.retrieve_futures.items()):
+            if future.query() or not self.is_healthy:
+                del self.retrieve_futures[name]
+
+    get_finished_with_lazy_offload = get_finished
 
     def shutdown(self) -> None:
         self.left += [self.instance_id, self.transfer_ctx._instance_id]
 
-    def loads(self) -> Any:
+    def loads(self, name: str = "one", block: int = BLOCK) -> Any:
         """Begin a load; its future."""
-        cache = {"layer": torch.zeros(2, 1, 1, 1, 1)}
-        return self.transfer_ctx.submit_retrieve("one", None, cache, [[0]], None, 1)
+        future = self.transfer_ctx.submit_retrieve(name, None, self.cache, [[block]], None, 1)
+        self.retrieve_futures[name] = future, [block]
+        return future
+
+
+class Asked:
+    """A server that is asked for a load's places, and answers later."""
+
+    def __init__(self, answer: Any = ANSWER) -> None:
+        self.asked, self.answers, self.freed = (threading.Event() for _ in "123")
+        self._answer = answer
+
+    def prepare_retrieve(self, *_: Any) -> Any:
+        self.asked.set()
+        assert self.answers.wait(100)
+        return self._answer
+
+    def commit_retrieve(self, *_: Any) -> Any:
+        self.freed.set()
+        return ANSWER
 
 
 @pytest.fixture
 def memories() -> Iterator[list[Any]]:
     memory = Path(f"/dev/shm/vcache-test-{os.getpid()}")
-    memory.write_bytes(bytes(64))
+    memory.write_bytes(torch.ones(16).numpy().tobytes())
     made = [shm.EngineDrivenContextShm(None, None, 1.0, memory.name, 64) for _ in "12"]
     memory.unlink()
     yield made
@@ -94,25 +123,51 @@ def test_what_lmcache_has_not_written_is_not_committed(
 @pytest.mark.parametrize("end", ["server restarted", "out of use", "shut down"])
 def test_loads_under_way_end_as_failed(memories: list[Any], end: str) -> None:
     """Those that are queued, too, and at once: the server may never answer."""
-    adapter, (dead, new), answers = Adapter(), memories, threading.Event()
+    adapter, (dead, new) = Adapter(), memories
     adapter.registers(dead)
-    asked = threading.Event()
-
-    def prepare(*_: Any) -> Any:
-        asked.set()
-        answers.wait(100)
-        return ANSWER
-
-    dead.req_client = SimpleNamespace(prepare_retrieve=prepare, commit_retrieve=lambda *_: ANSWER)
-    old, futures = adapter.transfer_ctx, [adapter.loads() for _ in "12"]
-    assert asked.wait(100)
+    dead.req_client = server = Asked()
+    futures, submit = [adapter.loads(name) for name in "12"], adapter.transfer_ctx.submit_retrieve
+    assert server.asked.wait(100)
     if end == "server restarted":
         adapter.registers(new)
     elif end == "out of use":
         adapter.child.fail("on purpose")
     else:
         adapter.shutdown()
-    adapter.transfer_ctx = old
-    futures.append(adapter.loads())
+    futures.append(submit("3", None, adapter.cache, [[BLOCK]], None, 1))
     assert [each.query() and each.result() for each in futures] == [False] * 3
-    answers.set()
+    adapter.get_finished()
+    assert adapter.error_block_ids == {BLOCK}
+    server.answers.set()
+    assert server.freed.wait(100)
+    assert not adapter.cache["layer"].any()
+
+
+@pytest.mark.parametrize("report", ["get_finished"])
+def test_a_load_that_nobody_awaits_writes_nothing(memories: list[Any], report: str) -> None:
+    """Once its server is gone, LMCache says of all loads that they are over."""
+    adapter, (dead, _) = Adapter(), memories
+    adapter.registers(dead)
+    dead.req_client = server = Asked()
+    future = adapter.loads()
+    assert server.asked.wait(100)
+    adapter.is_healthy = False
+    getattr(adapter, report)()
+    assert (future.query(), future.result(), adapter.error_block_ids) == (True, False, {BLOCK})
+    server.answers.set()
+    assert server.freed.wait(100)
+    assert not adapter.cache["layer"].any()
+
+
+@pytest.mark.parametrize("case", ["filled", "not found"])
+def test_only_blocks_that_were_filled_count(memories: list[Any], case: str) -> None:
+    adapter, (context, _) = Adapter(), memories
+    adapter.registers(context)
+    context.req_client = server = Asked(NONE if case == "not found" else ANSWER)
+    server.answers.set()
+    filled = case == "filled"
+    assert adapter.loads().result(100) == filled
+    assert server.freed.wait(100)
+    adapter.get_finished()
+    assert adapter.error_block_ids == (set() if filled else {BLOCK})
+    assert bool(adapter.cache["layer"].all()) == filled
