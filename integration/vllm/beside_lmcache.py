@@ -48,6 +48,8 @@ class Transfers:
         self._loads: LMCacheLoads | None = None
         hooks.replace(adapter, "_send_register_kv_caches_request", self._registers)
         hooks.replace(adapter, "get_finished", self._reports)
+        if hasattr(adapter, lazily := "get_finished_with_lazy_offload"):  # from 0.5.6 on
+            hooks.replace(adapter, lazily, self._reports)
         hooks.replace(adapter, "shutdown", self._leaves)
 
     def end(self) -> None:

@@ -143,7 +143,7 @@ def test_loads_under_way_end_as_failed(memories: list[Any], end: str) -> None:
     assert not adapter.cache["layer"].any()
 
 
-@pytest.mark.parametrize("report", ["get_finished"])
+@pytest.mark.parametrize("report", ["get_finished", "get_finished_with_lazy_offload"])
 def test_a_load_that_nobody_awaits_writes_nothing(memories: list[Any], report: str) -> None:
     """Once its server is gone, LMCache says of all loads that they are over."""
     adapter, (dead, _) = Adapter(), memories
