@@ -74,6 +74,8 @@ class Transfers:
                 old.commit_store = lambda *_: False
                 old._build_slot_tensors = lambda _: None
                 self.end()
+                # It would be part of a cycle, and the dead server's memory stay mapped.
+                vars(self._adapter.transfer_ctx).pop("submit_retrieve", None)
             theirs(*args, **kwargs)
             if new := self._context:
                 if type(new).__name__ == "EngineDrivenContextPickle":

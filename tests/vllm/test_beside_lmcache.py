@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import eventually
 
 pytest.importorskip("vllm.distributed.kv_transfer", reason="vLLM is not installed")
 pytest.importorskip("lmcache.v1.multiprocess.transfer_context.shm", reason="no LMCache")
@@ -171,3 +174,21 @@ def test_only_blocks_that_were_filled_count(memories: list[Any], case: str) -> N
     adapter.get_finished()
     assert adapter.error_block_ids == (set() if filled else {BLOCK})
     assert bool(adapter.cache["layer"].all()) == filled
+
+
+def test_the_memory_of_a_server_that_has_died_is_given_back(memories: list[Any]) -> None:
+    """Although vLLM has the collector leave what is there once it has started."""
+    adapter, dead, server = Adapter(), memories.pop(0), Asked()
+    adapter.registers(dead)
+    dead.req_client, gone = server, weakref.ref(dead)
+    for name in "12":
+        adapter.loads(name)
+    assert server.asked.wait(100)
+    gc.disable()
+    try:
+        adapter.registers(memories[0])
+        del dead
+        server.answers.set()
+        eventually(lambda: gone() is None)
+    finally:
+        gc.enable()
