@@ -51,6 +51,8 @@ class Transfers:
         if hasattr(adapter, lazily := "get_finished_with_lazy_offload"):  # from 0.5.6 on
             hooks.replace(adapter, lazily, self._reports)
         hooks.replace(adapter, "shutdown", self._leaves)
+        if hasattr(connector, sleeps := "unregister_kv_caches"):  # vLLM 0.33 and later
+            hooks.observe(connector, sleeps, "", before=self._drop_all)
 
     def end(self) -> None:
         """Begin no more loads, and drop those under way. Any thread."""

@@ -123,7 +123,7 @@ def test_what_lmcache_has_not_written_is_not_committed(
     assert adapter.left == [0, 0]
 
 
-@pytest.mark.parametrize("end", ["server restarted", "out of use", "shut down"])
+@pytest.mark.parametrize("end", ["server restarted", "out of use", "shut down", "asleep"])
 def test_loads_under_way_end_as_failed(memories: list[Any], end: str) -> None:
     """Those that are queued, too, and at once: the server may never answer."""
     adapter, (dead, new) = Adapter(), memories
@@ -135,10 +135,13 @@ def test_loads_under_way_end_as_failed(memories: list[Any], end: str) -> None:
         adapter.registers(new)
     elif end == "out of use":
         adapter.child.fail("on purpose")
-    else:
+    elif end == "shut down":
         adapter.shutdown()
-    futures.append(submit("3", None, adapter.cache, [[BLOCK]], None, 1))
-    assert [each.query() and each.result() for each in futures] == [False] * 3
+    else:
+        adapter.child.unregister_kv_caches()
+    if end != "asleep":
+        futures.append(submit("3", None, adapter.cache, [[BLOCK]], None, 1))
+    assert [each.query() and each.result() for each in futures] == [False] * len(futures)
     adapter.get_finished()
     assert adapter.error_block_ids == {BLOCK}
     server.answers.set()
