@@ -24,7 +24,7 @@ from .. import hooks
 
 log = logging.getLogger("vllm.vcache")
 
-COPY_SECONDS = 60.0
+COPY_SECONDS = 60
 """How long a copy under way is waited for. It takes some milliseconds."""
 
 
@@ -144,9 +144,10 @@ class LMCacheLoad:
         vLLM's."""
         if self.over:
             return
-        held = self.lock.acquire(timeout=COPY_SECONDS)
+        # If the process stands still, so does the copy: that costs one of the waits only.
+        held = any(self.lock.acquire(timeout=1.0) for _ in range(COPY_SECONDS))
         if not held:
-            log.error("a load of LMCache's has copied for %.0f s", COPY_SECONDS)
+            log.error("a load of LMCache's has copied for %d s", COPY_SECONDS)
         self.finish(False)
         if held:
             self.lock.release()
@@ -215,13 +216,16 @@ class LMCacheLoads:
                 return
             told = given["key"], self._adapter.instance_id
             chunks = context.prepare_retrieve(*told)
-            with load.lock:
-                if chunks is not None and not load.over:
-                    self._copy(load.blocks, chunks, given, before)
-                load.finish(chunks is not None)
-            context.commit_retrieve(*told)
+            try:
+                with load.lock:
+                    if chunks is not None and not load.over:
+                        self._copy(load.blocks, chunks, given, before)
+                    load.finish(chunks is not None)
+            finally:
+                context.commit_retrieve(*told)
         except Exception as error:
-            log.warning("LMCache's load has failed: %s", error, exc_info=error)
+            if not load.over:
+                log.warning("LMCache's load has failed: %s", error, exc_info=error)
         finally:
             with load.lock:
                 load.finish(False)
@@ -240,7 +244,8 @@ class LMCacheLoads:
         if before is None:
             yield
             return
-        with torch.cuda.stream(self._stream):
+        # Left on GPU 0, as any new thread is, a rank of another GPU would take memory there.
+        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
             self._stream.wait_event(before)
             try:
                 yield

@@ -165,17 +165,18 @@ def test_a_load_that_nobody_awaits_writes_nothing(memories: list[Any], report: s
     assert not adapter.cache["layer"].any()
 
 
-@pytest.mark.parametrize("case", ["filled", "not found"])
+@pytest.mark.parametrize("case", ["filled", "not found", "not copied"])
 def test_only_blocks_that_were_filled_count(memories: list[Any], case: str) -> None:
+    """Whatever happens, the server may use its memory again."""
     adapter, (context, _) = Adapter(), memories
     adapter.registers(context)
     context.req_client = server = Asked(NONE if case == "not found" else ANSWER)
     server.answers.set()
-    filled = case == "filled"
-    assert adapter.loads().result(100) == filled
+    block, filled = 5 if case == "not copied" else BLOCK, case == "filled"
+    assert adapter.loads(block=block).result(100) == filled
     assert server.freed.wait(100)
     adapter.get_finished()
-    assert adapter.error_block_ids == (set() if filled else {BLOCK})
+    assert adapter.error_block_ids == (set() if filled else {block})
     assert bool(adapter.cache["layer"].all()) == filled
 
 
