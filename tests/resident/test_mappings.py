@@ -17,7 +17,7 @@ import torch
 from engine_cases import said
 from kv_cases import SMALL, Sizes
 from neighbour_cases import Reader, instance, kv_mapped, mapped, owner, pull, read, still, threads
-from processes import PATIENT, QUICK, SECONDS, Stage, asked, eventually, hung, make_memfd
+from processes import PATIENT, QUICK, SECONDS, Stage, asked, eventually, hung, make_memfd, until
 from server_cases import few_descriptors
 
 from vcache_backend.errors import SegmentError
@@ -134,7 +134,9 @@ def test_a_reader_that_has_run_out_of_descriptors_reads_again_once_it_has_some(
         assert tries > 3
         assert kv_mapped() == 1
         # Two processes' ends; Python's mappings of a table and a KV cache.
-        eventually(lambda: neighbour_cases.added_to(before).total() == 4)
+        until(lambda: neighbour_cases.added_to(before).total() == 4, SECONDS)
+        added = neighbour_cases.added_to(before)
+        assert added.total() == 4, (added, before)
         assert read(reader.there(ONE), reader.cache, 3) == 40
 
 
