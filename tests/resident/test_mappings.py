@@ -125,6 +125,8 @@ def test_a_reader_that_has_run_out_of_descriptors_reads_again_once_it_has_some(
     with owner(stage) as there:
         there.ask("write", [3], 40)
         eventually(lambda: [one for one in reader.client.stats().instances if not one.missing])
+        # A thread of an earlier test would give back descriptors meanwhile.
+        eventually(lambda: threads() == 1)
         gc.collect()
         before, tries = neighbour_cases.descriptors(), 0
         with few_descriptors() as taken:
