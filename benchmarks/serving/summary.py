@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -30,17 +31,16 @@ class Figures:
 
     duration: seconds of all phases, each from its first request to its last answer. ttft, tpot: of
     the answers, in ms. handover: ms from the prefill server's answer to the decode server's first
-    token. gaps: ms between two tokens; medians, longest: the same of each answer, and where: which
-    gap is the longest, from 0. hit_rate: cached tokens ÷ prompt tokens, as the servers report them
-    for each request."""
+    token. gaps: of each answer, ms between two tokens. hit_rate: cached tokens ÷ prompt tokens, as
+    the servers report them for each request."""
 
     def __init__(self, ceiling: float) -> None:
         """ceiling: the hit rate of one shared cache without bounds."""
         self.ceiling = ceiling
         self.requests, self.errors, self.duration = 0, 0, 0.0
         self.ttft = list[float]()
-        self.handover, self.tpot, self.gaps = list[float](), list[float](), list[float]()
-        self.medians, self.longest, self.where = list[float](), list[float](), Counter[int]()
+        self.handover, self.tpot = list[float](), list[float]()
+        self.gaps = list[list[float]]()
         self._prompt = self._cached = 0
 
     def add(self, answers: Sequence[Answer]) -> None:
@@ -53,11 +53,7 @@ class Figures:
         for answer in whole:
             self.ttft.append(MS * (answer.first - answer.sent))
             self.handover += [MS * (answer.first - answer.handed)] if answer.handed else []
-            if gaps := [MS * gap for gap in answer.gaps]:
-                self.gaps += gaps
-                self.medians.append(percentile(gaps, 50))
-                self.longest.append(max(gaps))
-                self.where[gaps.index(max(gaps))] += 1
+            self.gaps += [[MS * gap for gap in answer.gaps]] if answer.gaps else []
             if answer.tokens > 1:
                 self.tpot.append(MS * (answer.last - answer.first) / (answer.tokens - 1))
             self._prompt += answer.prompt
@@ -72,11 +68,14 @@ class Figures:
     def steps(self) -> str:
         """How evenly answers come: whether one gap of an answer is longer, or all are, and of which
         answers."""
-        low, high = (percentile(self.medians, which) for which in (10, 90))
-        longest, where = percentile(self.longest, 50), dict(self.where.most_common(3))
+        medians = [percentile(gaps, 50) for gaps in self.gaps]
+        low, high = (percentile(medians, which) for which in (10, 90))
+        longest, each = [max(gaps) for gaps in self.gaps], [f"{ms:.2f}" for ms in self.tpot[:48]]
+        where = Counter(gaps.index(max(gaps)) for gaps in self.gaps).most_common(3)
         return (
-            f"an answer's median gap {low:.2f} to {high:.2f} ms, its longest {longest:.1f} ms "
-            f"(answers by gap: {where}), TPOT {' '.join(f'{ms:.2f}' for ms in self.tpot[:48])}"
+            f"an answer's median gap {low:.2f} to {high:.2f} ms, its longest "
+            f"{percentile(longest, 50):.1f} ms (answers by gap: {dict(where)}), "
+            f"TPOT {' '.join(each)}"
         )
 
     @property
@@ -105,9 +104,11 @@ def rows_of(arm: str, workload: str, runs: Sequence[Figures], label: str, what: 
         made("ttft_p50", "ms", [percentile(run.ttft, 50) for run in runs]),
         made("ttft_p99", "ms", [percentile(run.ttft, 99) for run in runs]),
         made("tpot_p50", "ms", [percentile(run.tpot, 50) for run in runs]),
-        made("gap_p50", "ms", [percentile(run.gaps, 50) for run in runs]),
-        made("gap_p99", "ms", [percentile(run.gaps, 99) for run in runs]),
-        made("gap_longest_p50", "ms", [percentile(run.longest, 50) for run in runs]),
+        *(
+            made(f"gap_p{which}", "ms", [percentile([*chain(*run.gaps)], which) for run in runs])
+            for which in (50, 99)
+        ),
+        made("gap_longest_p50", "ms", [percentile([*map(max, run.gaps)], 50) for run in runs]),
         *(
             made(f"handover_p{which}", "ms", [percentile(run.handover, which) for run in runs])
             for which in (50, 99)

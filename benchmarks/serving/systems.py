@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from ..processes import HOST
 from ..vllm.instances import SCALES, Scale, sized
@@ -76,6 +77,13 @@ def _nixl(block: int, way: str) -> System:
     return System(label=label, apart="nixl", connector=f"Nixl{way}Connector", block=block)
 
 
+_APART = System(
+    label="vcache, blocks of 64, NIXL's layout",
+    share="in_place",
+    apart="announced",
+    block=64,
+    layout="HND",
+)
 SYSTEMS = {
     "alone": System(label="vLLM alone"),
     "pool": System(label="vcache, a pool", share="pool"),
@@ -104,21 +112,9 @@ SYSTEMS = {
     "pool_dp": System(label="vcache, a pool, data parallel", share="pool", ranks=True),
     # Prefill and decode apart; beside `alone` and `inplace`, whose servers do both. With blocks and
     # layout of NIXL's best arm, since they decide how long a step that decodes takes.
-    "pd_vcache": System(
-        label="vcache, blocks of 64, NIXL's layout",
-        share="in_place",
-        apart="announced",
-        block=64,
-        layout="HND",
-    ),
+    "pd_vcache": _APART,
     # The decode server is asked once the prefill server has answered, as with NIXL.
-    "pd_vcache_after": System(
-        label="vcache, asked after, blocks of 64, NIXL's layout",
-        share="in_place",
-        apart="after",
-        block=64,
-        layout="HND",
-    ),
+    "pd_vcache_after": replace(_APART, label=f"{_APART.label}, asked after", apart="after"),
     "pd_vcache_16": System(label="vcache, blocks of 16", share="in_place", apart="announced"),
     **{
         f"pd_nixl_{way.lower()}_{block}": _nixl(block, way)

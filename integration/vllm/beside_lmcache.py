@@ -110,7 +110,7 @@ class Transfers:
         for load in self._under_way:
             if id(load.future) not in awaited:
                 load.drop()
-                if not load.filled:
+                if not load.future.result(0.0):
                     self._adapter.error_block_ids.update(load.blocks)
         self._under_way[:] = [load for load in self._under_way if id(load.future) in awaited]
 
@@ -131,12 +131,14 @@ class LMCacheLoad:
 
     def __init__(self, future: Any, blocks: list[int]) -> None:
         self.future, self.blocks, self.lock = future, blocks, threading.Lock()
-        self.over = self.filled = False
+
+    @property
+    def over(self) -> bool:
+        return bool(self.future.query())
 
     def finish(self, filled: bool) -> None:
         """Under the lock."""
         if not self.over:
-            self.over, self.filled = True, filled
             self.future.set_result(filled)
 
     def drop(self) -> None:
