@@ -89,6 +89,10 @@ class Transfers:
 
     def _take_over(self, context: Any) -> None:
         try:
+            if torch.cuda.is_available():
+                from lmcache.v1.multiprocess.transfer_context import async_engine_driven
+
+                stage_stores(async_engine_driven)
             self._loads = LMCacheLoads(self._adapter, context, self._under_way)
         except (ImportError, hooks.Changed) as error:
             log.warning("LMCache's loads hold up vLLM's steps: %s", error)
@@ -235,10 +239,16 @@ class LMCacheLoads:
     def _copy(
         self, blocks: list[int], chunks: list[Any], given: Mapping[str, Any], before: Any
     ) -> None:
-        skipped = {"skip_first_n_tokens": given["skip_first_n_tokens"]}
-        whole = given["kv_caches"], blocks, chunks, given["blocks_in_chunk"]
+        caches, each = given["kv_caches"], given["blocks_in_chunk"]
         with torch.inference_mode(), self._after(before):
-            self._scatter(*whole, **skipped, **self._format)
+            for first, part, there in staged(chunks, caches):
+                for source, target in zip(part, there, strict=True):
+                    target.copy_(source, non_blocking=True)
+                these = blocks[first * each : (first + len(part)) * each]
+                skipped = max(0, given["skip_first_n_tokens"] - first * part[0].shape[-2])
+                self._scatter(
+                    caches, these, there, each, skip_first_n_tokens=skipped, **self._format
+                )
 
     @contextmanager
     def _after(self, before: Any) -> Iterator[None]:
@@ -253,3 +263,57 @@ class LMCacheLoads:
                 yield
             finally:
                 self._stream.synchronize()
+
+
+MOST_STAGED = 4
+"""As many chunks as LMCache's kernel takes at once."""
+
+
+class Staged(torch.Tensor):
+    """A chunk in the GPU's memory. LMCache asks whether its kernel may read a chunk where it is."""
+
+    def is_pinned(self, device: Any = None) -> bool:
+        return True
+
+
+def staged(
+    chunks: list[Any], caches: Mapping[str, Any]
+) -> Iterator[tuple[int, list[Any], list[Any]]]:
+    """Chunks in host memory, a few at a time: the number of the first, these, and room for them
+    where the KV caches are.
+
+    On a GPU LMCache's kernel would reach for host memory with all multiprocessors, which wait for
+    it: a step beside it stands still. The copy engine does not hold up anybody."""
+    device = next(iter(caches.values())).device
+    for first in range(0, len(chunks), MOST_STAGED):
+        part = chunks[first : first + MOST_STAGED]
+        there = [torch.empty_like(chunk, device=device).as_subclass(Staged) for chunk in part]
+        yield first, part, there
+
+
+def stage_stores(module: Any) -> None:
+    """Have LMCache's stores go through the GPU's memory. module: LMCache's `async_engine_driven`,
+    which runs them in threads. Raises hooks.Changed."""
+
+    def gathers(theirs: Callable[..., Any]) -> Callable[..., Any]:
+        def gather(
+            caches: Any,
+            blocks: Any,
+            each: int,
+            out: Any = None,
+            chunk_indices: Any = None,
+            **more: Any,
+        ) -> Any:
+            if out is None:
+                return theirs(caches, blocks, each, chunk_indices=chunk_indices, **more)
+            wanted = range(len(blocks) // each) if chunk_indices is None else chunk_indices
+            for first, part, there in staged(out[: len(wanted)], caches):
+                these = list(wanted[first : first + len(part)])
+                theirs(caches, blocks, each, out=there, chunk_indices=these, **more)
+                for source, target in zip(there, part, strict=True):
+                    target.copy_(source, non_blocking=True)
+            return out
+
+        return gather
+
+    hooks.replace(module, "gather_paged_kv_to_cpu", gathers, "out chunk_indices")
