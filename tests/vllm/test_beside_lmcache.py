@@ -198,27 +198,34 @@ def test_the_memory_of_a_server_that_has_died_is_given_back(memories: list[Any])
         gc.enable()
 
 
-def test_chunks_go_by_way_of_the_gpus_memory() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_chunks_go_by_way_of_the_gpus_memory(device: str) -> None:
     """A few at a time, there and back, the tokens left out that were asked for."""
     from lmcache.v1.multiprocess.transfer_context import async_engine_driven, base
 
     from vcache_backend.integration.vllm import beside_lmcache
 
     torch.manual_seed(1)
-    shape = 24, 2, 4, 8  # blocks, heads, tokens, content
-    caches = {str(layer): torch.rand(shape) for layer in range(3)}
+    shape = 24, 8, 16, 64  # blocks, heads, tokens, content
+    caches = {str(layer): torch.rand(shape, device=device).bfloat16() for layer in range(3)}
     blocks = torch.randperm(24)[:22].tolist()
     right = base.gather_paged_kv_to_cpu(caches, blocks, 2)
     beside_lmcache.stage_stores(async_engine_driven)
-    found = [torch.zeros_like(chunk) for chunk in right[1:]]
+    found = [torch.zeros_like(chunk, pin_memory=chunk.is_pinned()) for chunk in right[1:]]
     indices = [*range(1, 11)]
     async_engine_driven.gather_paged_kv_to_cpu(caches, blocks, 2, out=found, chunk_indices=indices)
-    assert all(map(torch.equal, found, right[1:]))
+    before = None
     adapter = Adapter()
     adapter.registers(SimpleNamespace())
+    loads = adapter.child._transfers._loads
+    if device == "cuda":
+        torch.cuda.synchronize()
+        loads._stream, before = torch.cuda.Stream(), torch.cuda.Event()
+        before.record()
+    assert all(map(torch.equal, found, right[1:]))
     empty = {layer: torch.zeros_like(cache) for layer, cache in caches.items()}
-    given = {"kv_caches": empty, "blocks_in_chunk": 2, "skip_first_n_tokens": 44}
-    adapter.child._transfers._loads._copy(blocks, right, given, None)
+    given = {"kv_caches": empty, "blocks_in_chunk": 2, "skip_first_n_tokens": 11 * 16}
+    loads._copy(blocks, right, given, before)
     for layer, cache in empty.items():
         assert torch.equal(cache[blocks[11:]], caches[layer][blocks[11:]])
         assert not cache[blocks[:11]].any()
