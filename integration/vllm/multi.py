@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -34,6 +34,10 @@ log = logging.getLogger("vllm.vcache")
 PATIENCE_SECONDS = 10.0
 """How long a request waits for the answer of another connector that might have a longer hit, and
 for transfers of a connector that has raised: until then its blocks are not used again."""
+LOOKUP_SECONDS = 0.005
+"""How long one step of the scheduler waits in all for look-ups of new requests: LMCache's take some
+milliseconds. Without an answer a request waits for the next step, behind one that may compute a
+long prompt."""
 
 
 class AcceptedLoad(NamedTuple):
@@ -121,6 +125,8 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
         """vLLM hands no block out while a step under way may write to it."""
         self._block = vllm_config.cache_config.block_size
         self._off_at = 0.0
+        self._lookup_seconds = LOOKUP_SECONDS
+        """What is left of them in this step."""
         self._pool: Any = None
         self._requests: dict[str, RequestState] = {}
         self._new_loads: dict[str, AcceptedLoad] = {}
@@ -167,7 +173,11 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
         best, state.chosen, state.waits, state.local = 0, None, False, num_computed_tokens
         state.late = set()
         for number in range(len(self._connectors)):
-            tokens, waits = self._ask(state, number, request, num_computed_tokens + best)
+            found = num_computed_tokens + best
+            tokens, waits = self._ask(state, number, request, found)
+            # Ours is late for a prompt that is being computed, which takes longer.
+            while tokens is None and number and self._pauses(state, request, found):
+                tokens, waits = self._ask(state, number, request, found)
             if tokens and best:
                 # Longer than the best: now with the tokens from which it has to load.
                 tokens, waits = self._ask(state, number, request, num_computed_tokens)
@@ -175,7 +185,7 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
                 state.late.add(number)
             elif tokens > best:
                 best, state.chosen, state.waits = tokens, number, waits
-        whole = num_computed_tokens + best + self._block >= request.num_tokens
+        whole = self._whole(request, num_computed_tokens + best)
         if state.late and not whole and self._waits(state):
             return None, False
         self._requests_to_connector.pop(request.request_id, None)
@@ -198,6 +208,20 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
             return child.get_num_new_matched_tokens(request, computed)  # type: ignore[no-any-return]
         finally:
             request.status = status
+
+    def _whole(self, request: Any, hit: int) -> bool:
+        return hit + self._block >= request.num_tokens  # type: ignore[no-any-return]
+
+    def _pauses(self, state: RequestState, request: Any, found: int) -> bool:
+        """Pause if a connector may soon have more of a new request than its first `found` tokens.
+        Whether to ask that connector again within this step."""
+        whole = self._whole(request, found)
+        if whole or state.late or state.since or self._lookup_seconds <= 0.0:
+            return False
+        began = monotonic()
+        sleep(0.0002)
+        self._lookup_seconds -= monotonic() - began
+        return True
 
     def _waits(self, state: RequestState) -> bool:
         state.since = state.since or monotonic()
@@ -278,6 +302,7 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
     # ---- in the scheduler: a step
 
     def build_connector_meta(self, scheduler_output: Any) -> JointMetadata:
+        self._lookup_seconds = LOOKUP_SECONDS
         made = tuple(child.build_connector_meta(scheduler_output) for child in self._connectors)
         meta = JointMetadata(made, loads=self._new_loads, holds=self._new_holds, off=bool(self.off))
         self._new_loads, self._new_holds = {}, {}

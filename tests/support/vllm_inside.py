@@ -294,11 +294,11 @@ class Serving:
         waits.UNKNOWN_CHUNK_SECONDS = waits.LONGEST_CHUNK_SECONDS = chunk_seconds
         waits.STATE_SECONDS = 2.0
 
-    def patience(self, seconds: float) -> None:
-        """How long a request waits for another connector's look-up."""
+    def patience(self, seconds: float, step: float = 0.0) -> None:
+        """How long a request waits for another connector's look-up, and how long a step does."""
         from vcache_backend.integration.vllm import multi
 
-        multi.PATIENCE_SECONDS = seconds
+        multi.PATIENCE_SECONDS, multi.LOOKUP_SECONDS = seconds, step
 
     def finds_lmcache(self, seconds: float) -> list[bool]:
         """Whether LMCache's server answers the scheduler's half of its connector, and the worker's,

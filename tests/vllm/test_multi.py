@@ -168,18 +168,22 @@ def test_one_that_dies_leaves_the_other(beside: Beside, quick: Node) -> None:
 
 
 def test_a_load_of_lmcaches_holds_up_no_step(beside: Beside, quick: Node) -> None:
-    """Nor does it write to blocks that are somebody else's, once its server is gone."""
+    """Nor does its look-up cost one. And nothing is written to blocks that are somebody else's, once
+    its server is gone."""
     a, tokens, other = quick.a, new_tokens(TOKENS), new_tokens(BLOCK)
     right = quick.aside.run(Prompt(tokens), Prompt(other))
+    a.ask("patience", SECONDS, SECONDS)
     computed(a, tokens)
     forget(a)
     with vllm_cases.stopped_at(a, FOUND) as held:
         a.add("loads", tokens)
-        eventually(lambda: (a.step(1), held.reached)[1])
+        a.step(1)
+        eventually(lambda: held.reached)
         a.add("other", other)
         found = a.finish("other")
         held.go()
         found |= a.finish("loads")
+    a.ask("patience", SECONDS)
     assert found["loads"].cached == LENGTH
     assert all(found[name].agrees(own) for name, own in zip(("loads", "other"), right, strict=True))
     forget(a)
