@@ -278,7 +278,7 @@ EQUAL = {
         "vllm": "7c262837",
         "lmcache": "9695bb3f",
     },
-    "the same, beside LMCache's server": {"both": "9c539e28", "behind": "9c539e28"},
+    "the same, beside LMCache's server": {"both": "fc079e74", "behind": "fc079e74"},
     "fp8": {"inplace_fp8": "9a3182d1", "vllm_fp8": "f4151d0b"},
     "n-gram drafts": {"inplace_ngram": "9a3182d1", "vllm_ngram": "f4151d0b"},
     "EAGLE": {"inplace_head": "d1d4118", "vllm_head": "d1d4118"},
@@ -351,6 +351,11 @@ def signed(limit: str) -> str:
 
 
 APART = {
+    "fc079e74": {
+        "8k, one": "pd_{}_8k_1_128",
+        "8k, 8": "pd_{}_8k_8_128",
+        "8k, 32": "pd_{}_8k_32_128",
+    },
     "338d8dc3": {
         "8k, one": "pd_{}_8k_1_128",
         "8k, 8": "pd_{}_8k_8_128",
