@@ -8,11 +8,12 @@ could not fill."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -89,13 +90,12 @@ class Transfers:
 
     def _take_over(self, context: Any) -> None:
         try:
-            if torch.cuda.is_available():
-                from lmcache.v1.multiprocess.transfer_context import async_engine_driven
-
-                stage_stores(async_engine_driven)
             self._loads = LMCacheLoads(self._adapter, context, self._under_way)
+            from lmcache.v1.multiprocess.transfer_context import async_engine_driven
+
+            stage_stores(async_engine_driven)
         except (ImportError, hooks.Changed) as error:
-            log.warning("LMCache's loads hold up vLLM's steps: %s", error)
+            log.warning("LMCache's copies hold up vLLM's steps: %s", error)
 
     def _reports(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
         def get_finished(*args: Any, **kwargs: Any) -> Any:
@@ -270,50 +270,70 @@ MOST_STAGED = 4
 
 
 class Staged(torch.Tensor):
-    """A chunk in the GPU's memory. LMCache asks whether its kernel may read a chunk where it is."""
+    """A chunk in the GPU's memory, which LMCache's kernel may use as it may pinned host memory:
+    LMCache asks for that."""
 
     def is_pinned(self, device: Any = None) -> bool:
         return True
 
 
+@functools.cache
+def warn_once(line: str) -> None:
+    log.warning(line)
+
+
 def staged(
     chunks: list[Any], caches: Mapping[str, Any]
 ) -> Iterator[tuple[int, list[Any], list[Any]]]:
-    """Chunks in host memory, a few at a time: the number of the first, these, and room for them
-    where the KV caches are.
+    """Divide chunks of one shape in host memory into parts. For each part: the number of its first
+    chunk, its chunks, and room for them on the GPU of the KV caches, the same room for each part.
+    The caller copies between the two, on one stream.
 
     On a GPU LMCache's kernel would reach for host memory with all multiprocessors, which wait for
-    it: a step beside it stands still. The copy engine does not hold up anybody."""
+    it: a step beside it stands still. The copy engine does not hold up anybody. If the GPU has no
+    memory left, there is one part, which is its own room."""
     device = next(iter(caches.values())).device
+    few = chunks[:MOST_STAGED]
+    try:
+        room = [torch.empty_like(chunk, device=device).as_subclass(Staged) for chunk in few]
+    except torch.OutOfMemoryError:
+        size = sum(chunk.nbytes for chunk in few) >> 20
+        how = "lower --gpu-memory-utilization"
+        warn_once(f"{size} MiB not free: LMCache's copies hold up vLLM's steps ({how})")
+        yield 0, chunks, chunks
+        return
     for first in range(0, len(chunks), MOST_STAGED):
         part = chunks[first : first + MOST_STAGED]
-        there = [torch.empty_like(chunk, device=device).as_subclass(Staged) for chunk in part]
-        yield first, part, there
+        yield first, part, room[: len(part)]
 
 
 def stage_stores(module: Any) -> None:
-    """Have LMCache's stores go through the GPU's memory. module: LMCache's `async_engine_driven`,
-    which runs them in threads. Raises hooks.Changed."""
+    """Have LMCache's stores go through the GPU's memory, one at a time. module: LMCache's
+    `async_engine_driven`, which runs them in threads, on one stream. Raises hooks.Changed."""
 
     def gathers(theirs: Callable[..., Any]) -> Callable[..., Any]:
-        def gather(
-            caches: Any,
-            blocks: Any,
-            each: int,
-            out: Any = None,
-            chunk_indices: Any = None,
-            **more: Any,
-        ) -> Any:
-            if out is None:
-                return theirs(caches, blocks, each, chunk_indices=chunk_indices, **more)
-            wanted = range(len(blocks) // each) if chunk_indices is None else chunk_indices
-            for first, part, there in staged(out[: len(wanted)], caches):
+        names, alone = inspect.signature(theirs), threading.Lock()
+
+        def gather(*args: Any, **kwargs: Any) -> Any:
+            given = names.bind(*args, **kwargs).arguments
+            out, wanted = given.get("out"), given.get("chunk_indices")
+            if wanted is None:
+                wanted = range(len(given["block_ids"]) // given["blocks_per_chunk"])
+            if out is None or len(out) < len(wanted):
+                return theirs(*args, **kwargs)  # It makes them itself, or raises.
+            out = out[: len(wanted)]
+            with alone:
+                fill(out, wanted, given)
+            return out
+
+        def fill(out: list[Any], wanted: Sequence[int], given: dict[str, Any]) -> None:
+            for first, part, there in staged(out, given["kv_caches"]):
                 these = list(wanted[first : first + len(part)])
-                theirs(caches, blocks, each, out=there, chunk_indices=these, **more)
+                theirs(**given | {"out": there, "chunk_indices": these})
                 for source, target in zip(there, part, strict=True):
                     target.copy_(source, non_blocking=True)
-            return out
 
         return gather
 
-    hooks.replace(module, "gather_paged_kv_to_cpu", gathers, "out chunk_indices")
+    taken = "kv_caches block_ids blocks_per_chunk out chunk_indices"
+    hooks.replace(module, "gather_paged_kv_to_cpu", gathers, taken)

@@ -7,6 +7,8 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +20,11 @@ from processes import eventually
 pytest.importorskip("vllm.distributed.kv_transfer", reason="vLLM is not installed")
 pytest.importorskip("lmcache.v1.multiprocess.transfer_context.shm", reason="no LMCache")
 
-from lmcache.v1.multiprocess.transfer_context import shm
+from lmcache.v1.multiprocess.transfer_context import async_engine_driven, base, shm
 from lmcache.v1.multiprocess.transfer_context.pickle import EngineDrivenContextPickle
 from lmcache.v1.multiprocess.transfer_context.worker_transfer import EngineDrivenTransferContext
 
+from vcache_backend.integration.vllm import beside_lmcache
 from vcache_backend.integration.vllm.others import Guarded
 
 SLOTS = [{"offset": 0, "length": 8, "shape": [2, 1, 1, 1], "dtype": "float32"}]
@@ -198,34 +201,91 @@ def test_the_memory_of_a_server_that_has_died_is_given_back(memories: list[Any])
         gc.enable()
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_chunks_go_by_way_of_the_gpus_memory(device: str) -> None:
-    """A few at a time, there and back, the tokens left out that were asked for."""
-    from lmcache.v1.multiprocess.transfer_context import async_engine_driven, base
-
-    from vcache_backend.integration.vllm import beside_lmcache
-
+def stored(device: str = "cpu") -> tuple[dict[str, Any], list[int], list[Any]]:
+    """KV caches, blocks of theirs, and the chunks that LMCache makes of these: two blocks each."""
     torch.manual_seed(1)
     shape = 24, 8, 16, 64  # blocks, heads, tokens, content
     caches = {str(layer): torch.rand(shape, device=device).bfloat16() for layer in range(3)}
     blocks = torch.randperm(24)[:22].tolist()
-    right = base.gather_paged_kv_to_cpu(caches, blocks, 2)
-    beside_lmcache.stage_stores(async_engine_driven)
-    found = [torch.zeros_like(chunk, pin_memory=chunk.is_pinned()) for chunk in right[1:]]
-    indices = [*range(1, 11)]
-    async_engine_driven.gather_paged_kv_to_cpu(caches, blocks, 2, out=found, chunk_indices=indices)
-    before = None
+    return caches, blocks, base.gather_paged_kv_to_cpu(caches, blocks, 2)
+
+
+@pytest.mark.parametrize("memory", ["enough", "none left"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_chunks_go_by_way_of_the_gpus_memory(
+    device: str, memory: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A few at a time, there and back, those and the tokens left out that need not be copied. If
+    the GPU has no memory left, LMCache's kernel copies them all at once."""
+    beside_lmcache.warn_once.cache_clear()
+    caches, blocks, right = stored(device)
     adapter = Adapter()
     adapter.registers(SimpleNamespace())
-    loads = adapter.child._transfers._loads
+    loads, before = adapter.child._transfers._loads, None
+    if memory == "none left":
+
+        def full(*_: Any, **__: Any) -> None:
+            raise torch.OutOfMemoryError
+
+        monkeypatch.setattr(torch, "empty_like", full)
+    indices = [1, 2, 4, 5, 6, 7, 9, 10]
+    found = [torch.zeros_like(right[0], pin_memory=right[0].is_pinned()) for _ in range(9)]
+    gather = async_engine_driven.gather_paged_kv_to_cpu
+    gather(caches, blocks, 2, out=found, chunk_indices=indices)
     if device == "cuda":
         torch.cuda.synchronize()
         loads._stream, before = torch.cuda.Stream(), torch.cuda.Event()
         before.record()
-    assert all(map(torch.equal, found, right[1:]))
+    assert all(map(torch.equal, found, [right[index] for index in indices]))
+    assert not found[8].any()
     empty = {layer: torch.zeros_like(cache) for layer, cache in caches.items()}
     given = {"kv_caches": empty, "blocks_in_chunk": 2, "skip_first_n_tokens": 11 * 16}
     loads._copy(blocks, right, given, before)
     for layer, cache in empty.items():
         assert torch.equal(cache[blocks[11:]], caches[layer][blocks[11:]])
         assert not cache[blocks[:11]].any()
+    assert caplog.text.count("not free") == (memory == "none left")
+
+
+def test_a_store_is_refused_room_for_too_few_chunks() -> None:
+    """However its arguments are given: LMCache would commit all."""
+    caches, blocks, right = stored()
+    Adapter().registers(SimpleNamespace())
+    found = [torch.zeros_like(chunk) for chunk in right]
+    gather: Any = async_engine_driven.gather_paged_kv_to_cpu
+    with pytest.raises(ValueError, match="out length"):
+        gather(caches, blocks, 2, out=found[1:])
+    assert not any(chunk.any() for chunk in found)
+    gather(caches, blocks, 2, None, None, found)
+    assert all(map(torch.equal, found, right))
+
+
+def test_stores_share_a_little_of_the_gpus_memory() -> None:
+    """vLLM has counted with its own only."""
+    alive, both = list[int](), threading.Barrier(2)
+
+    def gather(
+        kv_caches: Any, block_ids: Any, blocks_per_chunk: int, out: Any, chunk_indices: Any
+    ) -> None:
+        with suppress(threading.BrokenBarrierError):
+            both.wait(1)
+        alive.append(sum(type(each) is beside_lmcache.Staged for each in gc.get_objects()))
+
+    module: Any = SimpleNamespace(gather_paged_kv_to_cpu=gather)
+    beside_lmcache.stage_stores(module)
+    out = [torch.zeros(1) for _ in range(2 * beside_lmcache.MOST_STAGED)]
+    given = {"0": out[0]}, list(range(len(out))), 1, out, None
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(module.gather_paged_kv_to_cpu, *given) for _ in "12"]:
+            done.result(100)
+    assert alive == [beside_lmcache.MOST_STAGED] * 4
+
+
+def test_loads_do_without_what_only_stores_need(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(async_engine_driven, "gather_paged_kv_to_cpu")
+    adapter = Adapter()
+    adapter.registers(SimpleNamespace())
+    assert adapter.child._transfers._loads is not None
+    assert "gather_paged_kv_to_cpu" in caplog.text
