@@ -13,8 +13,9 @@ import inspect
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ class Transfers:
         return getattr(self._adapter.transfer_ctx, "_engine_driven_context", None)
 
     def _registers(self, theirs: Callable[..., Any]) -> Callable[..., None]:
-        def register(*args: Any, **kwargs: Any) -> None:
+        def register(kv_caches: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
             if old := self._context:
                 # The memory may be another server's. What fails there raises nothing.
                 old.commit_store = lambda *_: False
@@ -79,7 +80,9 @@ class Transfers:
                 self.end()
                 # It would be part of a cycle, and the dead server's memory stay mapped.
                 vars(self._adapter.transfer_ctx).pop("submit_retrieve", None)
-            theirs(*args, **kwargs)
+                unpin_with(old, gpu_of(kv_caches))
+            with gpu_of(kv_caches):
+                theirs(kv_caches, *args, **kwargs)
             if new := self._context:
                 if type(new).__name__ == "EngineDrivenContextPickle":
                     how = "start its server with --no-l1-use-lazy and --shm-name (docs/lmcache.md)"
@@ -127,6 +130,30 @@ class Transfers:
             theirs()
 
         return leave
+
+
+def gpu_of(caches: Mapping[str, Any]) -> Any:
+    """A context in which CUDA's streams are made for the GPU of the KV caches. A thread begins on
+    GPU 0: with the streams there LMCache would commit what this GPU has not yet written."""
+    first = next(iter(caches.values()), None)
+    if not isinstance(first, torch.Tensor):
+        return nullcontext()
+    return torch.cuda.device_of(first)  # type: ignore[no-untyped-call]
+
+
+def unpin_with(context: Any, gpu: Any) -> None:
+    """When a dead server's context goes, and before its memory is unmapped, have CUDA forget the
+    memory. LMCache does not: if the next server's got the same addresses, CUDA would go on copying
+    from and to the dead one's. gpu: see `gpu_of`."""
+    if pinned := getattr(context, "_pinned_ptr", 0):
+        from lmcache.v1.platform import current_device_spec
+
+        def unpin() -> None:
+            with gpu:
+                current_device_spec.unpin_memory(pinned)
+
+        context._pinned_ptr = 0  # It does not do so itself as well.
+        weakref.finalize(context, unpin).atexit = False
 
 
 class LMCacheLoad:

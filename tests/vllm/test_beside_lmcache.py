@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,9 +48,9 @@ class Adapter:
         self.child = Guarded(connector)
 
     def registers(self, context: Any) -> None:
-        self._send_register_kv_caches_request(context)
+        self._send_register_kv_caches_request(self.cache, context)
 
-    def _send_register_kv_caches_request(self, context: Any) -> None:
+    def _send_register_kv_caches_request(self, _: Any, context: Any) -> None:
         self.transfer_ctx = EngineDrivenTransferContext(7, None)
         self.transfer_ctx._engine_driven_context = context
 
@@ -183,9 +183,21 @@ def test_only_blocks_that_were_filled_count(memories: list[Any], case: str) -> N
     assert bool(adapter.cache["layer"].all()) == filled
 
 
-def test_the_memory_of_a_server_that_has_died_is_given_back(memories: list[Any]) -> None:
-    """Although vLLM has the collector leave what is there once it has started."""
+def test_the_memory_of_a_server_that_has_died_is_given_back(
+    memories: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although vLLM has the collector leave what is there once it has started. CUDA hears of it
+    while it is mapped: the next server's may get the same addresses."""
     adapter, dead, server = Adapter(), memories.pop(0), Asked()
+    dead._pinned, dead._pinned_ptr, unpinned = True, 4096, list[tuple[int, int]]()
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count(f"/dev/shm/vcache-test-{os.getpid()} ")
+
+    def unpin(pointer: int) -> None:
+        unpinned.append((pointer, mapped()))
+
+    monkeypatch.setattr(shm.current_device_spec, "unpin_memory", unpin)
     adapter.registers(dead)
     dead.req_client, gone = server, weakref.ref(dead)
     for name in "12":
@@ -195,10 +207,32 @@ def test_the_memory_of_a_server_that_has_died_is_given_back(memories: list[Any])
     try:
         adapter.registers(memories[0])
         del dead
+        assert not unpinned
         server.answers.set()
         eventually(lambda: gone() is None)
+        eventually(lambda: mapped() == 1)
+        assert unpinned == [(4096, 2)]
     finally:
         gc.enable()
+
+
+def test_a_rank_registers_again_on_its_own_gpu(
+    memories: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMCache does it in a thread."""
+    adapter, there = Adapter(), list[Any]()
+
+    @contextmanager
+    def device_of(tensor: Any) -> Iterator[None]:
+        there.extend((tensor, adapter.transfer_ctx))
+        yield
+        there.append(adapter.transfer_ctx)
+
+    adapter.registers(memories[0])
+    first = adapter.transfer_ctx
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    adapter.registers(memories[1])
+    assert there == [adapter.cache["layer"], first, adapter.transfer_ctx]
 
 
 def stored(device: str = "cpu") -> tuple[dict[str, Any], list[int], list[Any]]:
