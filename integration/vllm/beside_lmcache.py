@@ -1,6 +1,6 @@
 """LMCache's worker where it copies KV itself, from and to the shared memory of its server
-(`engine_driven`): its loads run beside vLLM's steps, and nothing touches memory that has become
-somebody else's.
+(`engine_driven`): its loads run beside vLLM's steps, its copies go through the GPU's memory, and
+nothing touches memory that has become somebody else's.
 
 As LMCache does it (0.5.3 to 0.5.6), a load runs within a step, which waits until it is over, and a
 late store is committed to a server that has never had it. 0.5.3 takes blocks for filled that a load
