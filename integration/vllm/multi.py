@@ -176,8 +176,8 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
             found = num_computed_tokens + best
             tokens, waits = self._ask(state, number, request, found)
             # Ours is late for a prompt that is being computed, which takes longer.
-            while tokens is None and number and self._pauses(state, request, found):
-                tokens, waits = self._ask(state, number, request, found)
+            if tokens is None and number and not self._whole(request, found):
+                tokens, waits = self._ask_again(state, number, request, found)
             if tokens and best:
                 # Longer than the best: now with the tokens from which it has to load.
                 tokens, waits = self._ask(state, number, request, num_computed_tokens)
@@ -212,16 +212,20 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
     def _whole(self, request: Any, hit: int) -> bool:
         return hit + self._block >= request.num_tokens  # type: ignore[no-any-return]
 
-    def _pauses(self, state: RequestState, request: Any, found: int) -> bool:
-        """Pause if a connector may soon have more of a new request than its first `found` tokens.
-        Whether to ask that connector again within this step."""
-        whole = self._whole(request, found)
-        if whole or state.late or state.since or self._lookup_seconds <= 0.0:
-            return False
-        began = monotonic()
-        sleep(0.0002)
-        self._lookup_seconds -= monotonic() - began
-        return True
+    def _ask_again(
+        self, state: RequestState, number: int, request: Any, computed: int
+    ) -> tuple[int | None, bool]:
+        """The answer of a connector that has none yet for a new request, if it comes within what is
+        left of `LOOKUP_SECONDS`."""
+        answer: tuple[int | None, bool] = None, False
+        began = now = monotonic()
+        until = began + self._lookup_seconds * (not state.late and not state.since)
+        while answer[0] is None and now < until:
+            sleep(0.0002)
+            answer = self._ask(state, number, request, computed)
+            now = monotonic()
+        self._lookup_seconds -= now - began
+        return answer
 
     def _waits(self, state: RequestState) -> bool:
         state.since = state.since or monotonic()

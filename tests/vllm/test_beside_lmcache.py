@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import threading
 import weakref
@@ -51,7 +52,8 @@ class Adapter:
         self._send_register_kv_caches_request(self.cache, context)
 
     def _send_register_kv_caches_request(self, _: Any, context: Any) -> None:
-        self.transfer_ctx = EngineDrivenTransferContext(7, None)
+        given = (7, None)[: len(inspect.signature(EngineDrivenTransferContext).parameters)]
+        self.transfer_ctx = EngineDrivenTransferContext(*given)  # 0.5.3 takes none
         self.transfer_ctx._engine_driven_context = context
 
     def get_finished(self) -> None:
@@ -238,7 +240,7 @@ def test_a_rank_registers_again_on_its_own_gpu(
 def stored(device: str = "cpu") -> tuple[dict[str, Any], list[int], list[Any]]:
     """KV caches, blocks of theirs, and the chunks that LMCache makes of these: two blocks each."""
     torch.manual_seed(1)
-    shape = 24, 8, 16, 64  # blocks, heads, tokens, content
+    shape = 24, 16, 16, 64  # blocks, heads and tokens in either order, content
     caches = {str(layer): torch.rand(shape, device=device).bfloat16() for layer in range(3)}
     blocks = torch.randperm(24)[:22].tolist()
     return caches, blocks, base.gather_paged_kv_to_cpu(caches, blocks, 2)
