@@ -8,13 +8,12 @@ could not fill."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -23,6 +22,7 @@ import torch
 from vcache_backend.transfer.outbox import Outbox, at_once
 
 from .. import hooks
+from .lmcache_staging import stage_stores, staged
 
 log = logging.getLogger("vllm.vcache")
 
@@ -290,77 +290,3 @@ class LMCacheLoads:
                 yield
             finally:
                 self._stream.synchronize()
-
-
-MOST_STAGED = 4
-"""As many chunks as LMCache's kernel takes at once."""
-
-
-class Staged(torch.Tensor):
-    """A chunk in the GPU's memory, which LMCache's kernel may use as it may pinned host memory:
-    LMCache asks for that."""
-
-    def is_pinned(self, device: Any = None) -> bool:
-        return True
-
-
-@functools.cache
-def warn_once(line: str) -> None:
-    log.warning(line)
-
-
-def staged(
-    chunks: list[Any], caches: Mapping[str, Any]
-) -> Iterator[tuple[int, list[Any], list[Any]]]:
-    """Divide chunks of one shape in host memory into parts. For each part: the number of its first
-    chunk, its chunks, and room for them on the GPU of the KV caches, the same room for each part.
-    The caller copies between the two, on one stream.
-
-    On a GPU LMCache's kernel would reach for host memory with all multiprocessors, which wait for
-    it: a step beside it stands still. The copy engine does not hold up anybody. If the GPU has no
-    memory left, there is one part, which is its own room."""
-    device = next(iter(caches.values())).device
-    few = chunks[:MOST_STAGED]
-    try:
-        room = [torch.empty_like(chunk, device=device).as_subclass(Staged) for chunk in few]
-    except torch.OutOfMemoryError:
-        size = sum(chunk.nbytes for chunk in few) >> 20
-        how = "lower --gpu-memory-utilization"
-        warn_once(f"{size} MiB not free: LMCache's copies hold up vLLM's steps ({how})")
-        yield 0, chunks, chunks
-        return
-    for first in range(0, len(chunks), MOST_STAGED):
-        part = chunks[first : first + MOST_STAGED]
-        yield first, part, room[: len(part)]
-
-
-def stage_stores(module: Any) -> None:
-    """Have LMCache's stores go through the GPU's memory, one at a time. module: LMCache's
-    `async_engine_driven`, which runs them in threads, on one stream. Raises hooks.Changed."""
-
-    def gathers(theirs: Callable[..., Any]) -> Callable[..., Any]:
-        names, alone = inspect.signature(theirs), threading.Lock()
-
-        def gather(*args: Any, **kwargs: Any) -> Any:
-            given = names.bind(*args, **kwargs).arguments
-            out, wanted = given.get("out"), given.get("chunk_indices")
-            if wanted is None:
-                wanted = range(len(given["block_ids"]) // given["blocks_per_chunk"])
-            if out is None or len(out) < len(wanted):
-                return theirs(*args, **kwargs)  # It makes them itself, or raises.
-            out = out[: len(wanted)]
-            with alone:
-                fill(out, wanted, given)
-            return out
-
-        def fill(out: list[Any], wanted: Sequence[int], given: dict[str, Any]) -> None:
-            for first, part, there in staged(out, given["kv_caches"]):
-                these = list(wanted[first : first + len(part)])
-                theirs(**given | {"out": there, "chunk_indices": these})
-                for source, target in zip(there, part, strict=True):
-                    target.copy_(source, non_blocking=True)
-
-        return gather
-
-    taken = "kv_caches block_ids blocks_per_chunk out chunk_indices"
-    hooks.replace(module, "gather_paged_kv_to_cpu", gathers, taken)

@@ -25,7 +25,7 @@ from lmcache.v1.multiprocess.transfer_context import async_engine_driven, base, 
 from lmcache.v1.multiprocess.transfer_context.pickle import EngineDrivenContextPickle
 from lmcache.v1.multiprocess.transfer_context.worker_transfer import EngineDrivenTransferContext
 
-from vcache_backend.integration.vllm import beside_lmcache
+from vcache_backend.integration.vllm import lmcache_staging
 from vcache_backend.integration.vllm.others import Guarded
 
 SLOTS = [{"offset": 0, "length": 8, "shape": [2, 1, 1, 1], "dtype": "float32"}]
@@ -253,7 +253,7 @@ def test_chunks_go_by_way_of_the_gpus_memory(
 ) -> None:
     """A few at a time, there and back, those and the tokens left out that need not be copied. If
     the GPU has no memory left, LMCache's kernel copies them all at once."""
-    beside_lmcache.warn_once.cache_clear()
+    lmcache_staging.warn_once.cache_clear()
     caches, blocks, right = stored(device)
     adapter = Adapter()
     adapter.registers(SimpleNamespace())
@@ -305,16 +305,16 @@ def test_stores_share_a_little_of_the_gpus_memory() -> None:
     ) -> None:
         with suppress(threading.BrokenBarrierError):
             both.wait(1)
-        alive.append(sum(type(each) is beside_lmcache.Staged for each in gc.get_objects()))
+        alive.append(sum(type(each) is lmcache_staging.Staged for each in gc.get_objects()))
 
     module: Any = SimpleNamespace(gather_paged_kv_to_cpu=gather)
-    beside_lmcache.stage_stores(module)
-    out = [torch.zeros(1) for _ in range(2 * beside_lmcache.MOST_STAGED)]
+    lmcache_staging.stage_stores(module)
+    out = [torch.zeros(1) for _ in range(2 * lmcache_staging.MOST_STAGED)]
     given = {"0": out[0]}, list(range(len(out))), 1, out, None
     with ThreadPoolExecutor(2) as threads:
         for done in [threads.submit(module.gather_paged_kv_to_cpu, *given) for _ in "12"]:
             done.result(100)
-    assert alive == [beside_lmcache.MOST_STAGED] * 4
+    assert alive == [lmcache_staging.MOST_STAGED] * 4
 
 
 def test_loads_do_without_what_only_stores_need(
