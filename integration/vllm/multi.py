@@ -176,7 +176,8 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
             found = num_computed_tokens + best
             tokens, waits = self._ask(state, number, request, found)
             # Ours is late for a prompt that is being computed, which takes longer.
-            if tokens is None and number and not self._whole(request, found):
+            first = number and not (state.late or state.since or self._whole(request, found))
+            if tokens is None and first:
                 tokens, waits = self._ask_again(state, number, request, found)
             if tokens and best:
                 # Longer than the best: now with the tokens from which it has to load.
@@ -215,12 +216,10 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
     def _ask_again(
         self, state: RequestState, number: int, request: Any, computed: int
     ) -> tuple[int | None, bool]:
-        """The answer of a connector that has none yet for a new request, if it comes within what is
-        left of `LOOKUP_SECONDS`."""
+        """A connector's answer, if it comes within what is left of `LOOKUP_SECONDS`."""
         answer: tuple[int | None, bool] = None, False
         began = now = monotonic()
-        until = began + self._lookup_seconds * (not state.late and not state.since)
-        while answer[0] is None and now < until:
+        while answer[0] is None and now < began + self._lookup_seconds:
             sleep(0.0002)
             answer = self._ask(state, number, request, computed)
             now = monotonic()
