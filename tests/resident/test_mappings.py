@@ -133,7 +133,7 @@ def test_a_reader_that_has_run_out_of_descriptors_reads_again_once_it_has_some(
             while mapped(reader.neighbours, ONE) is None:
                 os.close(taken.pop())
                 tries += 1
-        assert tries > 3
+        assert tries > 1  # Four, but others in this process may give one back meanwhile.
         assert kv_mapped() == 1
         # Two processes' ends; Python's mappings of a table and a KV cache.
         until(lambda: neighbour_cases.added_to(before).total() == 4, SECONDS)
