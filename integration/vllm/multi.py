@@ -175,9 +175,10 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
         for number in range(len(self._connectors)):
             found = num_computed_tokens + best
             tokens, waits = self._ask(state, number, request, found)
-            # Ours is late for a prompt that is being computed, which takes longer.
-            first = number and not (state.late or state.since or self._whole(request, found))
-            if tokens is None and first:
+            # Others send look-ups with the step's end, or sleep at each question.
+            within = getattr(self._connectors[number], "tracks", False)
+            first = not (state.late or state.since or self._whole(request, found))
+            if tokens is None and within and first:
                 tokens, waits = self._ask_again(state, number, request, found)
             if tokens and best:
                 # Longer than the best: now with the tokens from which it has to load.

@@ -60,3 +60,43 @@ def test_lmcache_begins_anew_where_a_request_does(
 
 def test_an_lmcache_with_other_parts_is_out_of_use() -> None:
     assert Guarded(SimpleNamespace(worker_adapter=object())).off_at
+
+
+class Late:
+    """A connector that has its answers one question after the other."""
+
+    request_trackers: Any
+
+    def __init__(self, *answers: int | None) -> None:
+        self.answers, self.asked = list(answers), list[int]()
+
+    def get_num_new_matched_tokens(self, _: Any, computed: int) -> tuple[int | None, bool]:
+        self.asked.append(computed)
+        return self.answers.pop(0), True
+
+    def update_state_after_alloc(self, *_: Any) -> None: ...
+
+
+class LateLMCache(Late):
+    request_trackers: Any = {}  # noqa: RUF012
+
+
+NEW = SimpleNamespace(request_id="one", status=RequestStatus.WAITING, num_tokens=512)
+
+
+def joined(ours: int, *others: Late) -> VCacheMultiConnector:
+    """Connectors side by side; ours has a hit of so many tokens."""
+    both = VCacheMultiConnector.__new__(VCacheMultiConnector)
+    both._connectors = [Late(*[ours] * 9), *map(Guarded, others)]
+    both._requests, both._requests_to_connector, both._new_loads = {}, {}, {}
+    both._block, both._lookup_seconds = 16, 60.0
+    return both
+
+
+@pytest.mark.parametrize(("kind", "asked"), [(LateLMCache, 3), (Late, 1)])
+def test_only_lmcache_is_asked_again_within_a_step(kind: type[Late], asked: int) -> None:
+    """OffloadingConnector sends its look-ups with the end of the step, and until then locks out
+    what answers; LMCacheConnectorV1 sleeps 10 ms at each question."""
+    other = kind(None, None, 64, 64)
+    found = joined(0, other).get_num_new_matched_tokens(NEW, 0)
+    assert (found, len(other.asked)) == ((64, True) if asked > 1 else (None, False), asked)
