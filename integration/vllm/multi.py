@@ -237,6 +237,7 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         state = self._requests.setdefault(request.request_id, RequestState())
+        state.since = 0.0
         chosen = state.chosen if num_external_tokens else None
         if chosen is not None:
             state.loading = state.waits

@@ -100,3 +100,12 @@ def test_only_lmcache_is_asked_again_within_a_step(kind: type[Late], asked: int)
     other = kind(None, None, 64, 64)
     found = joined(0, other).get_num_new_matched_tokens(NEW, 0)
     assert (found, len(other.asked)) == ((64, True) if asked > 1 else (None, False), asked)
+
+
+def test_a_request_that_begins_anew_waits_anew() -> None:
+    """Preempted a minute after it had waited, it is not out of patience."""
+    other = Late(None)
+    both = joined(0, other)
+    both._requests["one"] = RequestState(since=-99.0)
+    both.update_state_after_alloc(NEW, None, 0)
+    assert both.get_num_new_matched_tokens(NEW, 0) == (None, False)
