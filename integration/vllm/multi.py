@@ -73,6 +73,8 @@ class RequestState:
     """Connectors that have not answered, though the request goes on."""
     since: float = 0.0
     """When the request began to wait for a late answer (time.monotonic)."""
+    longer: set[int] = field(default_factory=set)
+    """Connectors that have a longer hit, and have not yet said from which token."""
     loader: int | None = None
     """The connector of the last load."""
     loading: bool = False
@@ -173,16 +175,18 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
         best, state.chosen, state.waits, state.local = 0, None, False, num_computed_tokens
         state.late = set()
         for number in range(len(self._connectors)):
-            found = num_computed_tokens + best
+            found = num_computed_tokens + best * (number not in state.longer)
             tokens, waits = self._ask(state, number, request, found)
             # Others send look-ups with the step's end, or sleep at each question.
             within = getattr(self._connectors[number], "tracks", False)
             first = not (state.late or state.since or self._whole(request, found))
             if tokens is None and within and first:
                 tokens, waits = self._ask_again(state, number, request, found)
-            if tokens and best:
+            if tokens and found > num_computed_tokens:
                 # Longer than the best: now with the tokens from which it has to load.
                 tokens, waits = self._ask(state, number, request, num_computed_tokens)
+                if tokens is None:
+                    state.longer.add(number)
             if tokens is None:
                 state.late.add(number)
             elif tokens > best:
@@ -237,7 +241,7 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         state = self._requests.setdefault(request.request_id, RequestState())
-        state.since = 0.0
+        state.since, state.longer = 0.0, set()
         chosen = state.chosen if num_external_tokens else None
         if chosen is not None:
             state.loading = state.waits

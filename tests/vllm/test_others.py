@@ -109,3 +109,12 @@ def test_a_request_that_begins_anew_waits_anew() -> None:
     both._requests["one"] = RequestState(since=-99.0)
     both.update_state_after_alloc(NEW, None, 0)
     assert both.get_num_new_matched_tokens(NEW, 0) == (None, False)
+
+
+def test_who_looks_up_for_each_question_is_asked_the_last_one_again() -> None:
+    """As Mooncake's store with lookup_async: the longer hit is told once, and then looked up."""
+    other = Late(None, 64, None, 128, None)
+    both = joined(64, other)
+    found = [both.get_num_new_matched_tokens(NEW, 0) for _ in "123"]
+    assert found == [(None, False), (None, False), (128, True)]
+    assert other.asked == [64, 64, 0, 0]
