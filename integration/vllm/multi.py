@@ -35,9 +35,9 @@ PATIENCE_SECONDS = 10.0
 """How long a request waits for the answer of another connector that might have a longer hit, and
 for transfers of a connector that has raised: until then its blocks are not used again."""
 LOOKUP_SECONDS = 0.002
-"""How long one step of the scheduler waits in all for look-ups of new requests: LMCache's take a
-millisecond or two, and meanwhile the GPU computes the step before. Without an answer a request
-waits for the next step, behind one that may compute a long prompt."""
+"""How long one step of the scheduler waits in all for LMCache's look-ups of new requests: they take
+one to three milliseconds, and meanwhile the GPU computes the step before. Asked once a step,
+LMCache 0.5.6 answers with the third, behind two that may compute long prompts."""
 
 
 class AcceptedLoad(NamedTuple):

@@ -78,7 +78,7 @@ class Late:
 
 
 class LateLMCache(Late):
-    request_trackers: Any = {}  # noqa: RUF012
+    request_trackers: Any = {}
 
 
 NEW = SimpleNamespace(request_id="one", status=RequestStatus.WAITING, num_tokens=512)
