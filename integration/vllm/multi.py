@@ -175,7 +175,7 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
         best, state.chosen, state.waits, state.local = 0, None, False, num_computed_tokens
         state.late = set()
         for number in range(len(self._connectors)):
-            found = num_computed_tokens + best * (number not in state.longer)
+            found = num_computed_tokens + (0 if number in state.longer else best)
             tokens, waits = self._ask(state, number, request, found)
             # Others send look-ups with the step's end, or sleep at each question.
             within = getattr(self._connectors[number], "tracks", False)

@@ -108,6 +108,13 @@ def has_room(client: Client) -> bool:
     return all(isinstance(slot, m.Location) for slot in reserved.slots)
 
 
+def use_up(taken: list[int]) -> None:
+    """Take all descriptors that are left below the limit, also those that somebody gave back."""
+    with suppress(OSError):
+        while True:
+            taken.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
+
+
 @contextmanager
 def few_descriptors() -> Iterator[list[int]]:
     """This process has used up its descriptors; whoever closes one of these lends one to what comes
@@ -117,9 +124,7 @@ def few_descriptors() -> Iterator[list[int]]:
     highest = max(map(int, os.listdir("/proc/self/fd")))
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 20, hard))
     try:
-        with suppress(OSError):
-            while True:
-                taken.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
+        use_up(taken)
         yield taken
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
