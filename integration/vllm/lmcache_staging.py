@@ -43,21 +43,19 @@ def staged(
 ) -> Iterator[tuple[int, list[Any], list[Any]]]:
     """Divide chunks of one shape in host memory into parts. For each part: the number of its first
     chunk, its chunks, and room for them on the GPU of the KV caches, the same room for each part.
-    The caller copies between the two, on one stream. If the GPU has no memory left, there is one
-    part, which is its own room."""
+    The caller copies between the two, on one stream. If the GPU has no memory left, each part is
+    its own room."""
     device = next(iter(caches.values())).device
-    few = chunks[:MOST_STAGED]
+    few, room = chunks[:MOST_STAGED], None
     try:
         room = [torch.empty_like(chunk, device=device).as_subclass(Staged) for chunk in few]
     except torch.OutOfMemoryError:
         size = sum(chunk.nbytes for chunk in few) >> 20
         how = "lower --gpu-memory-utilization"
         warn_once(f"{size} MiB not free: LMCache's copies hold up vLLM's steps ({how})")
-        yield 0, chunks, chunks
-        return
     for first in range(0, len(chunks), MOST_STAGED):
         part = chunks[first : first + MOST_STAGED]
-        yield first, part, room[: len(part)]
+        yield first, part, part if room is None else room[: len(part)]
 
 
 def stage_stores(module: Any) -> None:

@@ -252,7 +252,7 @@ def test_chunks_go_by_way_of_the_gpus_memory(
     device: str, memory: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A few at a time, there and back, those and the tokens left out that need not be copied. If
-    the GPU has no memory left, LMCache's kernel copies them all at once."""
+    the GPU has no memory left, LMCache's kernel copies to and from host memory."""
     lmcache_staging.warn_once.cache_clear()
     caches, blocks, right = stored(device)
     adapter = Adapter()
