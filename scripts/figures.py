@@ -278,7 +278,7 @@ EQUAL = {
         "vllm": "7c262837",
         "lmcache": "9695bb3f",
     },
-    "the same, beside LMCache's server": {"both": "fc079e74", "behind": "fc079e74"},
+    "the same, beside LMCache's server": {"both": "b360ac15", "behind": "b360ac15"},
     "fp8": {"inplace_fp8": "9a3182d1", "vllm_fp8": "f4151d0b"},
     "n-gram drafts": {"inplace_ngram": "9a3182d1", "vllm_ngram": "f4151d0b"},
     "EAGLE": {"inplace_head": "d1d4118", "vllm_head": "d1d4118"},
