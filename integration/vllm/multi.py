@@ -7,11 +7,10 @@ each load and each delayed free."""
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -19,25 +18,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiConnector,
     MultiKVConnectorMetadata,
 )
-from vllm.v1.request import RequestStatus
 
 from vcache_backend.errors import ConfigError
 
 from .. import plugin
 from .beside_lmcache import maps
 from .boundary import Boundary, answer, guarded
+from .longest_hit import Hits, LongestHit
 from .model import compat
 from .others import Guarded, misfits
 
-log = logging.getLogger("vllm.vcache")
-
-PATIENCE_SECONDS = 10.0
-"""How long a request waits for the answer of another connector that might have a longer hit, and
-for transfers of a connector that has raised: until then its blocks are not used again."""
-LOOKUP_SECONDS = 0.002
-"""How long one step of the scheduler waits in all for LMCache's look-ups of new requests: they take
-one to three milliseconds, and meanwhile the GPU computes the step before. Asked once a step,
-LMCache 0.5.6 answers with the third, behind two that may compute long prompts."""
+TRANSFER_SECONDS = 10.0
+"""How long the transfers of a connector that has raised may take: until then its blocks are not
+used again."""
 
 
 class AcceptedLoad(NamedTuple):
@@ -64,19 +57,7 @@ class JointMetadata(MultiKVConnectorMetadata):  # type: ignore[misc]
 class RequestState:
     """What the scheduler's half knows of a request."""
 
-    chosen: int | None = None
-    """The connector with the longest hit."""
-    waits: bool = False
-    """It loads beside the steps."""
-    local: int = 0
-    late: set[int] = field(default_factory=set)
-    """Connectors that have not answered, though the request goes on."""
-    since: float = 0.0
-    """When the request began to wait for a late answer (time.monotonic)."""
-    longer: set[int] = field(default_factory=set)
-    """Connectors that have a longer hit, and have not yet said from which token."""
-    loader: int | None = None
-    """The connector of the last load."""
+    hits: Hits = field(default_factory=Hits)
     loading: bool = False
     """vLLM waits for the load's report."""
     holds: set[int] = field(default_factory=set)
@@ -91,7 +72,7 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
     stores what it stores alone. A request's KV comes from the connector with the longest hit.
 
     If a method of ours raises, this half and its connectors are out of use (see `Boundary`). What
-    vLLM waits for then ends after `PATIENCE_SECONDS`, in which transfers under way end: loads as
+    vLLM waits for then ends after `TRANSFER_SECONDS`, in which transfers under way end: loads as
     failed, delayed frees as done."""
 
     _connectors: list[Any]
@@ -125,10 +106,9 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
             transfer.kv_load_failure_policy = ours.config.connector.kv_load_failure_policy
         self.holds_back = bool(transfer.is_kv_consumer)
         """vLLM hands no block out while a step under way may write to it."""
+        self._longest = LongestHit(self._connectors, vllm_config.cache_config.block_size)
         self._block = vllm_config.cache_config.block_size
         self._off_at = 0.0
-        self._lookup_seconds = LOOKUP_SECONDS
-        """What is left of them in this step."""
         self._pool: Any = None
         self._requests: dict[str, RequestState] = {}
         self._new_loads: dict[str, AcceptedLoad] = {}
@@ -154,7 +134,7 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
     @property
     def _settled(self) -> bool:
         """This half is out of use, and no transfer that it knew is under way any more."""
-        return bool(self.off) and monotonic() > self._off_at + PATIENCE_SECONDS
+        return bool(self.off) and monotonic() > self._off_at + TRANSFER_SECONDS
 
     # ---- in the scheduler: a request
 
@@ -166,109 +146,44 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Ask every connector. A hit counts if it is longer than those of the connectors before.
-
-        A connector that has not answered (None) is waited for only while it could have a longer
-        hit: not once another one has the whole prompt, which would lose time for nothing; and not
-        longer than `PATIENCE_SECONDS`, since a server may be hung. Ours has its own deadlines."""
-        state = self._requests.setdefault(request.request_id, RequestState())
-        best, state.chosen, state.waits, state.local = 0, None, False, num_computed_tokens
-        state.late = set()
-        for number in range(len(self._connectors)):
-            found = num_computed_tokens + (0 if number in state.longer else best)
-            tokens, waits = self._ask(state, number, request, found)
-            # Others send look-ups with the step's end, or sleep at each question.
-            within = getattr(self._connectors[number], "tracks", False)
-            first = not (state.late or state.since or self._whole(request, found))
-            if tokens is None and within and first:
-                tokens, waits = self._ask_again(state, number, request, found)
-            if tokens and found > num_computed_tokens:
-                # Longer than the best: now with the tokens from which it has to load.
-                tokens, waits = self._ask(state, number, request, num_computed_tokens)
-                if tokens is None:
-                    state.longer.add(number)
-            if tokens is None:
-                state.late.add(number)
-            elif tokens > best:
-                best, state.chosen, state.waits = tokens, number, waits
-        whole = self._whole(request, num_computed_tokens + best)
-        if state.late and not whole and self._waits(state):
-            return None, False
-        self._requests_to_connector.pop(request.request_id, None)
-        if state.chosen is not None:
-            self._requests_to_connector[request.request_id] = state.chosen
-        return best, state.waits
-
-    def _ask(
-        self, state: RequestState, number: int, request: Any, computed: int
-    ) -> tuple[int | None, bool]:
-        """A connector's answer. A request whose load has failed begins anew, with other blocks: for
-        a connector that notes blocks it is as if it was preempted."""
-        child, status = self._connectors[number], request.status
-        if getattr(child, "tracks", False) and status != RequestStatus.PREEMPTED:
-            if state.loader is None:
-                child.forget_answers(request.request_id)
-            elif state.loader != number or not child.ends_failed_loads(request.request_id):
-                request.status = RequestStatus.PREEMPTED
-        try:
-            return child.get_num_new_matched_tokens(request, computed)  # type: ignore[no-any-return]
-        finally:
-            request.status = status
-
-    def _whole(self, request: Any, hit: int) -> bool:
-        return hit + self._block >= request.num_tokens  # type: ignore[no-any-return]
-
-    def _ask_again(
-        self, state: RequestState, number: int, request: Any, computed: int
-    ) -> tuple[int | None, bool]:
-        """A connector's answer, if it comes within what is left of `LOOKUP_SECONDS`."""
-        answer: tuple[int | None, bool] = None, False
-        began = now = monotonic()
-        while answer[0] is None and now < began + self._lookup_seconds:
-            sleep(0.0002)
-            answer = self._ask(state, number, request, computed)
-            now = monotonic()
-        self._lookup_seconds -= now - began
-        return answer
-
-    def _waits(self, state: RequestState) -> bool:
-        state.since = state.since or monotonic()
-        if 0 in state.late or monotonic() < state.since + PATIENCE_SECONDS:
-            return True
-        late = ", ".join(self._connectors[number].name for number in state.late)
-        log.warning("a request waited %.0f s for the look-up of %s", PATIENCE_SECONDS, late)
-        return False
+        hits = self._requests.setdefault(request.request_id, RequestState()).hits
+        tokens, waits = self._longest.of(hits, request, num_computed_tokens)
+        if tokens is not None:
+            self._requests_to_connector.pop(request.request_id, None)
+            if hits.chosen is not None:
+                self._requests_to_connector[request.request_id] = hits.chosen
+        return tokens, waits
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         state = self._requests.setdefault(request.request_id, RequestState())
-        state.since, state.longer = 0.0, set()
-        chosen = state.chosen if num_external_tokens else None
+        hits = state.hits
+        chosen = hits.chosen if num_external_tokens else None
         if chosen is not None:
-            state.loading = state.waits
-            first = state.local // self._block
+            state.loading = hits.waits
+            first = hits.local // self._block
             tables = blocks.get_block_ids() if chosen else ()  # ours are reported by request
             filled = frozenset(block for table in tables for block in table[first:])
-            self._new_loads[request.request_id] = AcceptedLoad(chosen, state.waits, filled)
-        self._allocated(state, chosen, request, blocks, num_external_tokens)
+            self._new_loads[request.request_id] = AcceptedLoad(chosen, hits.waits, filled)
+        self._allocated(hits, chosen, request, blocks, num_external_tokens)
 
     @guarded(answer(None))
     def _allocated(
-        self, state: RequestState, chosen: int | None, request: Any, blocks: Any, external: int
+        self, hits: Hits, chosen: int | None, request: Any, blocks: Any, external: int
     ) -> None:
         for number, child in enumerate(self._connectors):
-            late = number in state.late and getattr(child, "tracks", False)
+            late = number in hits.late and getattr(child, "tracks", False)
             if number == chosen:
                 child.update_state_after_alloc(request, blocks, external)
-            elif late and chosen is not None and state.waits:
+            elif late and chosen is not None and hits.waits:
                 # Once the load is over, with the answer: before it, what its look-up has found
                 # would stay locked for minutes.
                 continue
             else:
-                if late and state.loader is not None:
+                if late and hits.loader is not None:
                     child.get_num_new_matched_tokens(request, request.num_computed_tokens)
-                state.late.discard(number)
+                hits.late.discard(number)
                 child.update_state_after_alloc(request, blocks, 0)
-        state.loader = state.loader if chosen is None else chosen
+        hits.allocated(chosen)
 
     def _aggregate_request_finished(
         self, request: Any, per_connector_fn: Callable[[Any], Any]
@@ -311,7 +226,7 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
     # ---- in the scheduler: a step
 
     def build_connector_meta(self, scheduler_output: Any) -> JointMetadata:
-        self._lookup_seconds = LOOKUP_SECONDS
+        self._longest.spent = 0.0
         made = tuple(child.build_connector_meta(scheduler_output) for child in self._connectors)
         meta = JointMetadata(made, loads=self._new_loads, holds=self._new_holds, off=bool(self.off))
         self._new_loads, self._new_holds = {}, {}
@@ -405,7 +320,7 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
             self._note_invalid(number, child.get_block_ids_with_load_errors())
             # LMCache may report one of both for a request that was aborted during its load.
             told = found.finished_sending | over
-            if off and monotonic() > child.off_at + PATIENCE_SECONDS:
+            if off and monotonic() > child.off_at + TRANSFER_SECONDS:
                 over, told = own, self._held.keys()
             self._over |= over
             for name in told & self._held.keys():

@@ -59,7 +59,7 @@ OUTERMOST = (
     "KVBlocks._cache_partial_block",
     "_harmless.",
 )
-SCOPE = Scope(("",), ("boundary.py", "multi.py", "others.py"), OUTERMOST)
+SCOPE = Scope(("",), ("boundary.py", "multi.py", "longest_hit.py", "others.py"), OUTERMOST)
 """All but the layer that the cases test."""
 LAYER = (
     "__init__ stop shutdown _settled update_state_after_alloc _aggregate_request_finished "
@@ -68,7 +68,7 @@ LAYER = (
 )
 """What vLLM hears of loads and frees beside other connectors, also if all else is off."""
 BESIDE = tuple(f"VCacheMultiConnector.{name}" for name in LAYER.split())
-BESIDE_OTHERS = Scope(("vllm/multi.py",), (), BESIDE)
+BESIDE_OTHERS = Scope(("vllm/multi.py", "vllm/longest_hit.py"), (), BESIDE)
 CLOSE_SECONDS, RETRY_SECONDS = 0.2, 0.02
 TRIES = 10
 """How often a last request may find nothing, while a neighbour is tried again."""
@@ -98,7 +98,7 @@ class Injecting(Serving):
         self._core = self.llm.llm_engine.engine_core.engine_core
         self._kv = _ours()._worker.in_place
         beside = _ours() is not get_kv_transfer_group()
-        self._scope, multi.PATIENCE_SECONDS = BESIDE_OTHERS if beside else SCOPE, 0.2
+        self._scope, multi.TRANSFER_SECONDS = BESIDE_OTHERS if beside else SCOPE, 0.2
         self._pages = _pages()
         self._made = 0
 

@@ -296,9 +296,9 @@ class Serving:
 
     def patience(self, seconds: float, step: float = 0.0) -> None:
         """How long a request waits for another connector's look-up, and how long a step does."""
-        from vcache_backend.integration.vllm import multi
+        from vcache_backend.integration.vllm import longest_hit
 
-        multi.PATIENCE_SECONDS, multi.LOOKUP_SECONDS = seconds, step
+        longest_hit.PATIENCE_SECONDS, longest_hit.LOOKUP_SECONDS = seconds, step
 
     def finds_lmcache(self, seconds: float) -> list[bool]:
         """Whether LMCache's server answers the scheduler's half of its connector, and the worker's,

@@ -103,5 +103,5 @@ def test_what_stands_beside_another_connector_ends_nothing_either(
 ) -> None:
     mode = Mode(here, "in_place", beside=True)
     cases = chain.from_iterable(ways(mode.calls, every_way=True))
-    of = {"vllm/multi.py"}
+    of = {"vllm/multi.py", "vllm/longest_hit.py"}
     outcomes_of("beside", cases, mode.outcome_of, of, record_property, mode.called)

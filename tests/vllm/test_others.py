@@ -13,7 +13,8 @@ pytest.importorskip("vllm.distributed.kv_transfer", reason="vLLM is not installe
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.request import RequestStatus
 
-from vcache_backend.integration.vllm.multi import RequestState, VCacheMultiConnector
+from vcache_backend.integration.vllm import longest_hit
+from vcache_backend.integration.vllm.longest_hit import Hits, LongestHit
 from vcache_backend.integration.vllm.others import ANSWERS, Guarded
 
 HOOKS = [name for name in dir(KVConnectorBase_V1) if not name.startswith("_")]
@@ -52,8 +53,8 @@ def test_lmcache_begins_anew_where_a_request_does(
     request = SimpleNamespace(request_id="one", status=RequestStatus.WAITING)
     told = {"request_trackers": {"one": tracker}}
     told["get_num_new_matched_tokens"] = lambda request, _: (request.status, False)
-    both = SimpleNamespace(_connectors=[None, Guarded(SimpleNamespace(**told))])
-    answer = VCacheMultiConnector._ask(both, RequestState(loader=loader), 1, request, 0)
+    longest = LongestHit([None, Guarded(SimpleNamespace(**told))], 16)
+    answer = longest._ask(Hits(loader=loader), 1, request, 0)
     assert (answer, tracker.num_stored_tokens) == ((asked, False), stored)
     assert request.status == RequestStatus.WAITING
 
@@ -74,8 +75,6 @@ class Late:
         self.asked.append(computed)
         return self.answers.pop(0), True
 
-    def update_state_after_alloc(self, *_: Any) -> None: ...
-
 
 class LateLMCache(Late):
     request_trackers: Any = {}
@@ -84,37 +83,34 @@ class LateLMCache(Late):
 NEW = SimpleNamespace(request_id="one", status=RequestStatus.WAITING, num_tokens=512)
 
 
-def joined(ours: int, *others: Late) -> VCacheMultiConnector:
+def joined(ours: int, other: Late) -> LongestHit:
     """Connectors side by side; ours has a hit of so many tokens."""
-    both = VCacheMultiConnector.__new__(VCacheMultiConnector)
-    both._connectors = [Late(*[ours] * 9), *map(Guarded, others)]
-    both._requests, both._requests_to_connector, both._new_loads = {}, {}, {}
-    both._block, both._lookup_seconds = 16, 60.0
-    return both
+    return LongestHit([Late(*[ours] * 9), Guarded(other)], 16)
 
 
 @pytest.mark.parametrize(("kind", "asked"), [(LateLMCache, 3), (Late, 1)])
-def test_only_lmcache_is_asked_again_within_a_step(kind: type[Late], asked: int) -> None:
+def test_only_lmcache_is_asked_again_within_a_step(
+    kind: type[Late], asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """OffloadingConnector sends its look-ups with the end of the step, and until then locks out
     what answers; LMCacheConnectorV1 sleeps 10 ms at each question."""
+    monkeypatch.setattr(longest_hit, "LOOKUP_SECONDS", 60.0)
     other = kind(None, None, 64, 64)
-    found = joined(0, other).get_num_new_matched_tokens(NEW, 0)
+    found = joined(0, other).of(Hits(), NEW, 0)
     assert (found, len(other.asked)) == ((64, True) if asked > 1 else (None, False), asked)
 
 
 def test_a_request_that_begins_anew_waits_anew() -> None:
     """Preempted a minute after it had waited, it is not out of patience."""
-    other = Late(None)
-    both = joined(0, other)
-    both._requests["one"] = RequestState(since=-99.0)
-    both.update_state_after_alloc(NEW, None, 0)
-    assert both.get_num_new_matched_tokens(NEW, 0) == (None, False)
+    hits = Hits(since=-99.0)
+    hits.allocated(None)
+    assert joined(0, Late(None)).of(hits, NEW, 0) == (None, False)
 
 
 def test_who_looks_up_for_each_question_is_asked_the_last_one_again() -> None:
     """As Mooncake's store with lookup_async: the longer hit is told once, and then looked up."""
-    other = Late(None, 64, None, 128, None)
-    both = joined(64, other)
-    found = [both.get_num_new_matched_tokens(NEW, 0) for _ in "123"]
+    other, hits = Late(None, 64, None, 128, None), Hits()
+    longest = joined(64, other)
+    found = [longest.of(hits, NEW, 0) for _ in "123"]
     assert found == [(None, False), (None, False), (128, True)]
     assert other.asked == [64, 64, 0, 0]
