@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterable, Sequence
+from itertools import chain, islice
+from time import monotonic
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +28,11 @@ MOST_LOOKED = 512
 all duplicates are in use, skipping thousands would delay a step by milliseconds."""
 MOST_SAVED = 256
 """The most chunks that one step saves."""
+LOOK_PLANS = 4
+"""How often blocks in use are examined while few blocks are free: once in so many plans."""
+PUBLISHED_PLANS, PUBLISHED_SECONDS = 3, 0.15
+"""A worker saves only what it has published. After so many further plans, and so long, it has
+published what a step completes: answers are published 0.1 s late (`Publisher`)."""
 
 
 class Duplicates:
@@ -127,11 +134,11 @@ Completed = tuple[list[ChunkKey], list[int]]
 
 
 class Victims:
-    """Saves published chunks at the head of vLLM's free queue: see `plan`. Runs in the scheduler's
+    """Saves published chunks that vLLM will soon overwrite: see `plan`. Runs in the scheduler's
     thread.
 
-    The queue is examined again only when a fifth of the examined blocks may be gone; other steps
-    cost next to nothing."""
+    The free queue is examined again only when a fifth of the examined blocks may be gone; other
+    steps cost next to nothing, unless few blocks are free."""
 
     def __init__(
         self,
@@ -159,21 +166,37 @@ class Victims:
         the chunk was handed out or hit again. (Block 0 is vLLM's null block and in no chunk.)"""
         self._left = 0
         """The least number of examined blocks that are still in the queue."""
+        self._plans = self._looked = 0
+        """All plans; the last one that examined blocks."""
+        self._since: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
+        self._at: npt.NDArray[np.float64] = np.zeros(count, dtype=np.float64)
+        """By a chunk's first block: the plan that completed it, and when (time.monotonic)."""
 
-    def plan(self, meta: StepMetadata, completed: Sequence[Completed]) -> None:
+    def plan(
+        self, meta: StepMetadata, completed: Sequence[Completed], used: Iterable[int] = ()
+    ) -> None:
         """Add to `meta` the chunks that the step saves because a later step may overwrite them. The
         step must have all its blocks, and its publications must have been made. completed: chunks
-        that the step completes, and their blocks.
+        that the step completes, and their blocks. used: the blocks of all requests, the oldest
+        request first.
+
+        vLLM takes blocks from its free queue. If the queue is short, it takes those of a request
+        that ends at once, before they could be saved. So blocks of the oldest requests, which will
+        probably end first, are examined as if they stood behind the queue.
 
         A chunk is saved once, and again after another use: the pool may have lost the chunk
         meanwhile."""
         self._note(meta, completed)
-        if self._left < min(self._need, self._blocks.free):
-            self._look(meta, self._blocks.head(self._need + self._need // 4))
+        free, need = self._blocks.free, self._need
+        due = free < need and self._plans >= self._looked + LOOK_PLANS
+        if due or self._left < min(need, free):
+            self._looked, head = self._plans, self._blocks.head(need + need // 4)
+            self._look(meta, head, [*islice(used, max(0, need - free))])
 
     # ---- inside
 
     def _note(self, meta: StepMetadata, completed: Sequence[Completed]) -> None:
+        self._plans += 1
         fresh = np.fromiter(chain.from_iterable(meta.fresh), dtype=np.intp)
         fresh = fresh[fresh >= 0]  # -1: a block that a load leaves out
         self._left -= len(fresh)
@@ -185,12 +208,14 @@ class Victims:
             self._published[rows] = np.where(generations & 1, 0, generations)
             self._first[rows] = rows[:, :1]
             self._rows[rows[:, 0]] = rows
+            self._since[rows[:, 0]], self._at[rows[:, 0]] = self._plans, monotonic()
             self._keys.update(zip(rows[:, 0].tolist(), keys, strict=True))
 
-    def _look(self, meta: StepMetadata, head: list[int]) -> None:
-        """Choose the chunks to save. head: the next blocks that vLLM will hand out."""
-        blocks, now = np.array(head, dtype=np.intp), self._own.counters
-        self._left = len(blocks)
+    def _look(self, meta: StepMetadata, head: list[int], used: list[int]) -> None:
+        """Choose the chunks to save. head: the next blocks that vLLM will hand out. used: blocks in
+        use that it may hand out behind them."""
+        blocks, now = np.array(head + used, dtype=np.intp), self._own.counters
+        self._left = len(head)
         held = np.flatnonzero(self._published[blocks] == now[blocks])
         first, at = np.unique(self._first[blocks[held]], return_index=True)
         order = np.argsort(at)
@@ -199,10 +224,10 @@ class Victims:
         held_by = (self._first[rows] == first[:, None]) & (self._published[rows] == now[rows])
         whole = held_by.all(axis=1)
         first, at = first[whole], at[whole]
-        new = np.flatnonzero(self._saved[first] != now[first])
+        new = np.flatnonzero((self._saved[first] != now[first]) & self._ready(first, at))
         if len(new) > MOST_SAVED:
             # The next step saves the rest.
-            self._left = int(at[new[MOST_SAVED]])
+            self._left = min(self._left, int(at[new[MOST_SAVED]]))
             new = new[:MOST_SAVED]
         if len(new):
             # vLLM frees a request's last chunk first: save the first chunk first.
@@ -213,3 +238,9 @@ class Victims:
             packed = rows.astype("<u4").tobytes(), now[rows].astype("<u8").tobytes()
             # A valid generation belongs to the present epoch, as far as the scheduler knows.
             meta.victims = SavedChunks(keys, *packed, self._context.news.epoch)
+
+    def _ready(self, first: npt.NDArray[np.intp], at: npt.NDArray[np.intp]) -> Any:
+        """Which chunks are free, or are in use and published by now. at: each chunk's place among
+        the examined blocks."""
+        long = self._at[first] <= monotonic() - PUBLISHED_SECONDS
+        return (at < self._left) | (long & (self._since[first] <= self._plans - PUBLISHED_PLANS))

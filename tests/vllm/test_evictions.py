@@ -4,6 +4,7 @@ its scheduler decides; its worker: test_in_place."""
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installe
 
 from vllm.v1.request import Request
 
+from vcache_backend.integration.vllm import evictions
 from vcache_backend.integration.vllm.metadata import StepMetadata
 from vcache_backend.protocol.messages import ChunkKey
 
@@ -41,13 +43,38 @@ def completed(engine: Engine) -> list[list[int]]:
     victims, found = engine.half.victims, list[list[int]]()
     plan = victims.plan
 
-    def planned(meta: StepMetadata, chunks: list[tuple[list[ChunkKey], list[int]]]) -> None:
+    def planned(
+        meta: StepMetadata, chunks: list[tuple[list[ChunkKey], list[int]]], used: Iterator[int]
+    ) -> None:
         for _, blocks in chunks:
             found.extend(blocks[at : at + EACH] for at in range(0, len(blocks), EACH))
-        plan(meta, chunks)
+        plan(meta, chunks, used)
 
     victims.plan = planned
     return found
+
+
+def saved_before(engine: Engine, steps: int, ask: Callable[[int], None]) -> list[int]:
+    """Of each chunk that leaves the cache within so many steps: how many plans before its first
+    block was handed out it was saved; 0: it was not. ask: called before each step."""
+    counters = engine.half.publications.generations.counters
+    there, told = dict[int, Any](), dict[int, int]()
+    left, chunks = list[int](), completed(engine)
+    for number in range(steps):
+        ask(number)
+        meta = engine.step()
+        for first, (blocks, generations) in list(there.items()):
+            if (counters[blocks] != generations).any():
+                del there[first]
+                left.append(number - told.pop(first, number))
+        for blocks in chunks:
+            there[blocks[0]] = blocks, counters[blocks].copy()
+            told.pop(blocks[0], None)
+        chunks.clear()
+        if meta.victims is not None:
+            for block, _ in lying(meta.victims)[::EACH]:
+                told.setdefault(block, number)
+    return left
 
 
 def test_without_a_pool_beside_it_nothing_is_saved(engine: Engine) -> None:
@@ -83,25 +110,31 @@ def test_a_chunk_is_saved_before_the_first_of_its_blocks_is_handed_out(make: Mak
     engine = make(blocks=65, arguments={"max_num_batched_tokens": 64}, lends=1 << 20)
     choice = random.Random(5)
     known = [new_tokens(chunks * CHUNK + 7) for chunks in (1, 2, 3, 4) * 3]
-    counters = engine.half.publications.generations.counters
-    there = dict[int, Any]()
-    told = dict[int, int]()
-    left, chunks = list[int](), completed(engine)
-    for number in range(400):
+
+    def ask(number: int) -> None:
         if number % 3 == 0 and len(engine.scheduler.requests) < 3:
             tokens = choice.choice(known) + new_tokens(choice.choice([0, CHUNK]))
             engine.add(tokens, max_tokens=choice.randrange(1, 9))
-        meta = engine.step()
-        for first, (blocks, generations) in list(there.items()):
-            if (counters[blocks] != generations).any():
-                del there[first]
-                left.append(number - told.pop(first))
-        for blocks in chunks:
-            there[blocks[0]] = blocks, counters[blocks].copy()
-        chunks.clear()
-        if meta.victims is not None:
-            for block, _ in lying(meta.victims)[::EACH]:
-                told.setdefault(block, number)
+
+    left = saved_before(engine, 400, ask)
     assert len(left) > 50
     assert min(left) > 0
     assert left.count(1) < len(left) // 20
+
+
+def test_while_requests_wait_for_blocks_chunks_are_saved_before_their_request_ends(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks of a request that ends go to a waiting one in the next step, before a copy of
+    them would be over."""
+    monkeypatch.setattr(evictions, "PUBLISHED_SECONDS", 0.0)
+    engine = make(blocks=65, arguments={"max_num_seqs": 32}, lends=1 << 20)
+    choice = random.Random(5)
+
+    def ask(_: int) -> None:
+        while len(engine.scheduler.requests) < 20:
+            engine.add(new_tokens(choice.choice([2, 3, 4]) * CHUNK), choice.randrange(30, 60))
+
+    left = saved_before(engine, 400, ask)
+    assert len(left) > 150
+    assert left.count(0) + left.count(1) < len(left) // 10
