@@ -1,0 +1,160 @@
+"""examples/prefill_proxy.py before servers that answer, refuse, break off and say nonsense. Before real
+ones: test_disaggregated_prefill."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+from threading import Thread
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+from processes import ROOT, SECONDS, Child, eventually
+
+from benchmarks.processes import free_ports
+
+PROXY = ROOT / "examples" / "prefill_proxy.py"
+FAILED = "the prefill server failed"
+"""What the proxy says."""
+
+pytestmark = pytest.mark.skipif(find_spec("aiohttp") is None, reason="needs aiohttp")
+
+
+class Asked(BaseHTTPRequestHandler):
+    """A request to a `Server`."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        server: Any = self.server
+        asked: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server.failures += server.fails
+        server.asked.append(asked)
+        server.connections.add(self.client_address)
+        server.ready(asked)
+        self.send_response(500 if server.fails else 200)
+        if server.breaks_off:
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            self.wfile.write(b"5\r\nhello\r\n")
+            self.close_connection = True
+            return
+        self.send_header("Content-Length", str(len(server.says)))
+        self.end_headers()
+        self.wfile.write(server.says)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Server(ThreadingHTTPServer):
+    """Answers, or fails, and keeps what it is asked. ready: called before it answers."""
+
+    request_queue_size = 256
+    fails = breaks_off = False
+    failures, says = 0, b"{}"
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Asked)
+        self.asked: list[dict[str, Any]] = []
+        self.connections: set[Any] = set()
+        self.ready: Callable[[dict[str, Any]], object] = lambda _: None
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        Thread(target=self.serve_forever, daemon=True).start()
+
+    def handle_error(self, *_: object) -> None:
+        """The proxy may hang up."""
+
+
+@pytest.fixture
+def servers() -> Iterator[list[Server]]:
+    """Two for prefill, two for decode."""
+    with ExitStack() as undo:
+        made = [undo.enter_context(Server()) for _ in range(4)]
+        for one in made:
+            undo.callback(one.shutdown)
+        yield made
+
+
+@contextmanager
+def proxy(prefill: list[str], decode: list[str], *more: str) -> Iterator[tuple[int, Child]]:
+    """Its port."""
+    (port,) = free_ports(1)
+    command = [sys.executable, str(PROXY), "--prefill", *prefill, "--decode", *decode]
+    with Child([*command, "--port", str(port), *more]) as child:
+        child.expect("serves on")
+        yield port, child
+
+
+def ask(port: int, body: bytes = b'{"prompt": "a"}', path: str = "/v1/completions") -> int:
+    """The status."""
+    with (
+        suppress(HTTPError),
+        urlopen(Request(f"http://127.0.0.1:{port}{path}", body), None, SECONDS),
+    ):
+        return 200
+    return 502
+
+
+def send(port: int, prompt: str) -> socket.socket:
+    """A request of which nothing is read yet."""
+    body = json.dumps({"prompt": prompt}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+    made = socket.create_connection(("127.0.0.1", port), SECONDS)
+    made.sendall(head.encode() + body)
+    return made
+
+
+def test_the_proxy_leaves_wrong_parameters_to_the_decode_server() -> None:
+    """Here nobody answers as one, which the client is told. What is no object, or too deep to read,
+    is refused.
+    """
+    servers = [f"http://127.0.0.1:{number}" for number in free_ports(2)]
+    odd = ["text", 5, [1], {"vcache": "text"}, {"vcache": [1]}]
+    bodies = [json.dumps({"prompt": "a", "kv_transfer_params": one}).encode() for one in odd]
+    expected = [(502, "the decode server at")] * len(odd) + [(400, "the body must be")]
+    with proxy(servers[:1], servers[1:]) as (port, _):
+        for body, (code, said) in zip([*bodies, b"[" * 100_000], expected, strict=True):
+            with pytest.raises(HTTPError) as raised:
+                urlopen(Request(f"http://127.0.0.1:{port}/v1/completions", body), timeout=SECONDS)
+            with raised.value as error:
+                assert (error.code, error.read().decode().startswith(said)) == (code, True)
+
+
+def test_two_prefill_servers_and_two_decode_servers_are_asked_in_turn(
+    servers: list[Server],
+) -> None:
+    """Whoever of the first fails is left out, and the others' prompts are still announced."""
+
+    def prefilled() -> bool:
+        """The prefill servers have been asked as often as the others, and each failure was said."""
+        before, behind = (
+            sum(len(one.asked) for one in pair) for pair in (servers[:2], servers[2:])
+        )
+        return before >= behind and child.said().count(FAILED) >= servers[0].failures
+
+    for one in servers[2:]:
+        # With the decode server's answer the proxy gives the prefill server's up.
+        one.ready = lambda _: eventually(prefilled)
+    urls = [one.url for one in servers]
+    with proxy(urls[:2], urls[2:]) as (port, child):
+
+        def asks(count: int) -> list[int]:
+            """How many requests each of them has got behind these."""
+            assert [ask(port) for _ in range(count)] == [200] * count
+            return [len(one.asked) for one in servers]
+
+        assert asks(4) == [2, 2, 2, 2]
+        servers[0].fails = True
+        asks(2)
+        child.expect(FAILED)
+        assert asks(4)[1] == 7
+        announced = [one["kv_transfer_params"] for one in servers[2].asked + servers[3].asked]
+        assert len(announced) == 10
