@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 try:
-    from aiohttp import ClientError, ClientSession, ClientTimeout, web
+    from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, web
 except ModuleNotFoundError as absent:
     sys.exit(
         f"{Path(sys.argv[0]).name}: this Python has no {absent.name}, which vLLM brings: pip "
@@ -189,9 +189,10 @@ class Proxy:
             return response
 
     async def _connected(self, app: web.Application) -> AsyncIterator[None]:
-        async with ClientSession(
-            timeout=ClientTimeout(total=None, sock_connect=5)
-        ) as self._session:
+        # With a limit, requests that wait for KV would keep those away that have it computed.
+        connections = TCPConnector(limit=0)
+        timeout = ClientTimeout(total=None, sock_connect=5)
+        async with ClientSession(connector=connections, timeout=timeout) as self._session:
             yield
 
 

@@ -158,3 +158,14 @@ def test_two_prefill_servers_and_two_decode_servers_are_asked_in_turn(
         assert asks(4)[1] == 7
         announced = [one["kv_transfer_params"] for one in servers[2].asked + servers[3].asked]
         assert len(announced) == 10
+
+
+def test_however_many_wait_each_has_its_prompt_computed(servers: list[Server]) -> None:
+    """The decode server answers none before; the prefill server has all of them at once."""
+    prefill, decode, many = servers[0], servers[2], 120
+    for one in (prefill, decode):
+        one.ready = lambda _: eventually(lambda: len(prefill.asked) == many, every=0.1)
+    with proxy([prefill.url], [decode.url]) as (port, _), ExitStack() as undo:
+        clients = [undo.enter_context(send(port, str(number))) for number in range(many)]
+        answers = [client.recv(12) for client in clients]
+        assert answers == [b"HTTP/1.1 200"] * many
