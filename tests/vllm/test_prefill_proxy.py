@@ -169,3 +169,12 @@ def test_however_many_wait_each_has_its_prompt_computed(servers: list[Server]) -
         clients = [undo.enter_context(send(port, str(number))) for number in range(many)]
         answers = [client.recv(12) for client in clients]
         assert answers == [b"HTTP/1.1 200"] * many
+
+
+def test_an_answer_that_breaks_off_breaks_off_at_the_client(servers: list[Server]) -> None:
+    """Nothing that is no part of it follows, and the client need not wait for more."""
+    servers[2].breaks_off = True
+    with proxy([servers[0].url], [servers[2].url]) as (port, child), send(port, "a") as client:
+        with client.makefile("rb") as reader:
+            assert reader.read().endswith(b"\r\n\r\n5\r\nhello\r\n")
+        child.expect("request 1: the decode server failed")
