@@ -181,16 +181,16 @@ class Proxy:
     ) -> web.StreamResponse:
         async with self._session.post(server.url + request.path, json=body) as reply:
             response = web.StreamResponse(status=reply.status, headers=content_type(reply))
-            await response.prepare(request)
-            try:
-                async for piece in reply.content.iter_any():
-                    await response.write(piece)
-            except ClientError:
-                # It is too late for another status: the client sees that the answer is cut.
-                if request.transport is not None:
-                    request.transport.close()
-                raise
-            with suppress(ConnectionError):
+            with suppress(ConnectionError):  # the client has gone
+                await response.prepare(request)
+                try:
+                    async for piece in reply.content.iter_any():
+                        await response.write(piece)
+                except ClientError:
+                    # It is too late for another status: the client sees that the answer is cut.
+                    if request.transport is not None:
+                        request.transport.close()
+                    raise
                 await response.write_eof()
             return response
 

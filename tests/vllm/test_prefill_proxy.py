@@ -3,12 +3,14 @@ ones: test_disaggregated_prefill."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import import_module
 from importlib.util import find_spec
 from threading import Thread
 from typing import Any
@@ -178,3 +180,60 @@ def test_an_answer_that_breaks_off_breaks_off_at_the_client(servers: list[Server
         with client.makefile("rb") as reader:
             assert reader.read().endswith(b"\r\n\r\n5\r\nhello\r\n")
         child.expect("request 1: the decode server failed")
+
+
+# ---- in this process
+
+
+def inside(
+    monkeypatch: pytest.MonkeyPatch,
+    servers: list[Server],
+    steps: Callable[[Any, Callable[[], Any]], Any],
+    *middlewares: Any,
+) -> None:
+    """Run `steps` with a proxy in this process, and what asks it once."""
+    from aiohttp import ClientSession, ServerDisconnectedError, web
+
+    monkeypatch.syspath_prepend(str(PROXY.parent))
+    made = import_module("prefill_proxy").Proxy([servers[0].url], [servers[2].url], "together", 5.0)
+
+    async def run() -> None:
+        app = made.application()
+        app.middlewares.extend(middlewares)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        (port,) = free_ports(1)
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        async with ClientSession() as session:
+
+            async def once() -> None:
+                url = f"http://127.0.0.1:{port}/v1/completions"
+                with suppress(ServerDisconnectedError):
+                    async with session.post(url, json={"prompt": "a"}) as reply:
+                        await reply.read()
+
+            await steps(made, once)
+        await runner.cleanup()
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_is_no_failure_of_the_decode_server(
+    servers: list[Server], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from aiohttp import web
+
+    @web.middleware
+    async def leaves(request: Any, handler: Any) -> Any:
+        request.transport.close()
+        return await handler(request)
+
+    async def steps(proxy: Any, once: Any) -> None:
+        await once()
+        async with asyncio.timeout(SECONDS):
+            while proxy.decode[0].running or not servers[2].asked:
+                await asyncio.sleep(0.01)
+        assert not proxy.decode[0].paused_until
+
+    inside(monkeypatch, servers, steps, leaves)
+    assert "failed" not in capsys.readouterr().out
