@@ -11,7 +11,8 @@ requests may reach any two of them in any order, since KV is found by the prompt
 
 If the prefill server fails, the decode server computes the prompt itself after the deadline
 (--wait-seconds). The proxy says so, and asks that prefill server nothing for 10 s. If none is left,
-it announces nothing, so that the next requests need not wait."""
+it announces nothing, so that the next requests need not wait. If a decode server fails, its
+requests fail, and the next ones go to the others for 10 s, if there are others."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ ORDERS = ("together", "decode-first", "prefill-first")
 LEAD_SECONDS = 0.5
 """How much later the prefill server is asked with `decode-first`."""
 PAUSE_SECONDS = 10.0
-"""For how long a prefill server that failed is not asked."""
+"""For how long a server that failed is not asked."""
 NOT_FOR_PREFILL = (
     "stream_options",
     "min_tokens",
@@ -56,6 +57,10 @@ class Server:
 
     def __init__(self, url: str) -> None:
         self.url, self.running, self.paused_until = url.rstrip("/"), 0, 0.0
+
+
+def not_paused(servers: list[Server]) -> list[Server]:
+    return [one for one in servers if time.monotonic() >= one.paused_until]
 
 
 def least(servers: list[Server], able: list[Server]) -> Server:
@@ -97,8 +102,8 @@ class Proxy:
         except (ValueError, TypeError, RecursionError):
             raise web.HTTPBadRequest(text="the body must be a JSON object") from None
         number, first = next(self._numbers), None
-        able = [one for one in self.prefill if time.monotonic() >= one.paused_until]
-        announced, decode = bool(able), least(self.decode, self.decode)
+        able = not_paused(self.prefill)
+        announced, decode = bool(able), least(self.decode, not_paused(self.decode) or self.decode)
         if announced:
             prefill = least(self.prefill, able)
             first = asyncio.create_task(self._prefill(number, prefill, request.path, body))
@@ -114,6 +119,8 @@ class Proxy:
             asked = self._with_announcement(body) if announced else body
             return await self._stream(request, decode, asked)
         except ClientError as error:
+            # One that refuses has no requests, so that it would get all of the next ones.
+            decode.paused_until = time.monotonic() + PAUSE_SECONDS
             say(f"request {number}: the decode server failed: {type(error).__name__}: {error}")
             raise web.HTTPBadGateway(
                 text=f"the decode server at {decode.url} failed: {error}"

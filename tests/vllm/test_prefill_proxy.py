@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
 from importlib.util import find_spec
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -180,6 +180,22 @@ def test_an_answer_that_breaks_off_breaks_off_at_the_client(servers: list[Server
         with client.makefile("rb") as reader:
             assert reader.read().endswith(b"\r\n\r\n5\r\nhello\r\n")
         child.expect("request 1: the decode server failed")
+
+
+def test_a_decode_server_that_refuses_is_left_out(servers: list[Server]) -> None:
+    """It has the fewest requests, as it keeps none, and would get all of the next ones. If it is the
+    only one it is asked again."""
+    (port,) = free_ports(1)
+    prefill, decode, done = [servers[0].url], servers[2], Event()
+    nobody = f"http://127.0.0.1:{port}"
+    decode.ready = lambda asked: asked["prompt"] != "long" or done.wait(SECONDS)
+    with proxy(prefill, [decode.url, nobody]) as (port, _), send(port, "long") as client:
+        eventually(lambda: decode.asked)
+        assert [ask(port) for _ in range(4)] == [502, 200, 200, 200]
+        done.set()
+        assert client.recv(12) == b"HTTP/1.1 200"
+    with proxy(prefill, [nobody]) as (port, _):
+        assert [ask(port) for _ in range(2)] == [502, 502]
 
 
 # ---- in this process
