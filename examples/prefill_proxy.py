@@ -152,7 +152,7 @@ class Proxy:
             async with self._session.post(
                 server.url + path, json={**asked, "max_tokens": 1, "stream": False}
             ) as reply:
-                text = await reply.text()
+                text = await reply.text(errors="replace")
                 if reply.ok:
                     return True
                 what, broken = f"HTTP {reply.status}: {text[:200]}", reply.status >= 500

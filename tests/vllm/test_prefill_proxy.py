@@ -198,6 +198,14 @@ def test_a_decode_server_that_refuses_is_left_out(servers: list[Server]) -> None
         assert [ask(port) for _ in range(2)] == [502, 502]
 
 
+@pytest.mark.parametrize("order", ["together", "prefill-first"])
+def test_a_prefill_server_may_say_what_is_no_text(servers: list[Server], order: str) -> None:
+    servers[0].fails, servers[0].says = True, b"\xff\xfe"
+    with proxy([servers[0].url], [servers[2].url], "--order", order) as (port, child):
+        servers[2].ready = lambda _: eventually(lambda: FAILED in child.said())
+        assert ask(port) == 200
+
+
 # ---- in this process
 
 
