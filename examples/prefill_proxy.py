@@ -46,6 +46,8 @@ NOT_FOR_PREFILL = (
     "max_completion_tokens",
     "n",
     "logprobs",
+    "top_logprobs",
+    "logprob_token_ids",
     "prompt_logprobs",
     "echo",
 )

@@ -206,6 +206,19 @@ def test_a_prefill_server_may_say_what_is_no_text(servers: list[Server], order: 
         assert ask(port) == 200
 
 
+def test_the_prefill_server_is_asked_for_no_log_probabilities(servers: list[Server]) -> None:
+    """What vLLM refuses without them goes, too."""
+    protocol = pytest.importorskip("vllm.entrypoints.openai.chat_completion.protocol")
+    prefill, decode = servers[0], servers[2]
+    decode.ready = lambda _: eventually(lambda: prefill.asked)
+    wishes = {"logprobs": True, "top_logprobs": 3, "logprob_token_ids": [5]}
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 9, **wishes}
+    with proxy([prefill.url], [decode.url]) as (port, _):
+        assert ask(port, json.dumps(body).encode(), "/v1/chat/completions") == 200
+    assert decode.asked[0].items() >= body.items()
+    assert protocol.ChatCompletionRequest.model_validate(prefill.asked[0]).logprobs is False
+
+
 # ---- in this process
 
 
