@@ -40,6 +40,9 @@ LEAD_SECONDS = 0.5
 """How much later the prefill server is asked with `decode-first`."""
 PAUSE_SECONDS = 10.0
 """For how long a server that failed is not asked."""
+IDLE_SECONDS = 2.0
+"""For how long a connection without a request is kept. vLLM closes one after 5 s, which a request
+that is just being sent would meet."""
 NOT_FOR_PREFILL = (
     "stream_options",
     "min_tokens",
@@ -205,7 +208,7 @@ class Proxy:
 
     async def _connected(self, app: web.Application) -> AsyncIterator[None]:
         # With a limit, requests that wait for KV would keep those away that have it computed.
-        connections = TCPConnector(limit=0)
+        connections = TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
         timeout = ClientTimeout(total=None, sock_connect=5)
         async with ClientSession(connector=connections, timeout=timeout) as self._session:
             yield

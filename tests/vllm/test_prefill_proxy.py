@@ -274,3 +274,23 @@ def test_a_client_that_leaves_is_no_failure_of_the_decode_server(
 
     inside(monkeypatch, servers, steps, leaves)
     assert "failed" not in capsys.readouterr().out
+
+
+def test_no_connection_is_used_that_vllm_may_just_close(
+    servers: list[Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request would fail."""
+    envs = pytest.importorskip("vllm.envs")
+    connector = import_module("aiohttp.connector")
+
+    async def steps(_: Any, once: Any) -> None:
+        now = connector.monotonic
+        for _ in range(2):
+            await once()
+        assert len(servers[2].connections) == 1
+        closes = envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE
+        monkeypatch.setattr(connector, "monotonic", lambda: now() + 0.9 * closes)
+        await once()
+        assert len(servers[2].connections) == 2
+
+    inside(monkeypatch, servers, steps)
