@@ -246,6 +246,8 @@ def main() -> None:
         help="which server is asked first (together): any order gives the same answer",
     )
     options = parser.parse_args()
+    if not 0 <= options.wait_seconds <= 600:
+        parser.error("--wait-seconds must be from 0 to 600: decode servers take no other")
     proxy = Proxy(options.prefill, options.decode, options.order, options.wait_seconds)
     web.run_app(
         proxy.application(),

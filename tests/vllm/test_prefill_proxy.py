@@ -21,6 +21,7 @@ import pytest
 from processes import ROOT, SECONDS, Child, eventually
 
 from benchmarks.processes import free_ports
+from vcache_backend.integration.vllm.requests import read_params
 
 PROXY = ROOT / "examples" / "prefill_proxy.py"
 FAILED = "the prefill server failed"
@@ -217,6 +218,17 @@ def test_the_prefill_server_is_asked_for_no_log_probabilities(servers: list[Serv
         assert ask(port, json.dumps(body).encode(), "/v1/chat/completions") == 200
     assert decode.asked[0].items() >= body.items()
     assert protocol.ChatCompletionRequest.model_validate(prefill.asked[0]).logprobs is False
+
+
+@pytest.mark.parametrize("seconds", ["-1", "601", "nan"])
+def test_a_wait_that_no_decode_server_takes_is_refused(seconds: str) -> None:
+    """Each request would be served uncached."""
+    with pytest.raises(ValueError, match="wait_seconds"):
+        read_params({"vcache": {"wait_seconds": float(seconds)}})
+    command = [sys.executable, str(PROXY), "--prefill", "http://a", "--decode", "http://b"]
+    with Child([*command, f"--wait-seconds={seconds}"]) as child:
+        child.expect("--wait-seconds must be from 0 to 600")
+        assert child.status() == 2
 
 
 # ---- in this process
