@@ -137,7 +137,7 @@ class Proxy:
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
         """Forward a GET, such as /v1/models, /health and /metrics, to a decode server."""
-        decode = self.decode[0]
+        decode = (not_paused(self.decode) or self.decode)[0]
         try:
             async with self._session.get(decode.url + request.path_qs) as reply:
                 return web.Response(

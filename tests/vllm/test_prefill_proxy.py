@@ -53,6 +53,11 @@ class Asked(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(server.says)
 
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
     def log_message(self, *_: object) -> None:
         pass
 
@@ -193,6 +198,8 @@ def test_a_decode_server_that_refuses_is_left_out(servers: list[Server]) -> None
     with proxy(prefill, [decode.url, nobody]) as (port, _), send(port, "long") as client:
         eventually(lambda: decode.asked)
         assert [ask(port) for _ in range(4)] == [502, 200, 200, 200]
+        with urlopen(f"http://127.0.0.1:{port}/health", None, SECONDS) as reply:
+            assert reply.status == 200
         done.set()
         assert client.recv(12) == b"HTTP/1.1 200"
     with proxy(prefill, [nobody]) as (port, _):
