@@ -11,7 +11,8 @@ requests may reach any two of them in any order, since KV is found by the prompt
 
 If the prefill server fails, the decode server computes the prompt itself after the deadline
 (--wait-seconds). The proxy says so, and asks that prefill server nothing for 10 s. If none is left,
-it announces nothing, so that the next requests need not wait."""
+it announces nothing, so that the next requests need not wait. If a decode server fails, its
+requests fail, and the next ones go to the others for 10 s, if there are others."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 try:
-    from aiohttp import ClientError, ClientSession, ClientTimeout, web
+    from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, web
 except ModuleNotFoundError as absent:
     sys.exit(
         f"{Path(sys.argv[0]).name}: this Python has no {absent.name}, which vLLM brings: pip "
@@ -38,13 +39,18 @@ ORDERS = ("together", "decode-first", "prefill-first")
 LEAD_SECONDS = 0.5
 """How much later the prefill server is asked with `decode-first`."""
 PAUSE_SECONDS = 10.0
-"""For how long a prefill server that failed is not asked."""
+"""For how long a server that failed is not asked."""
+IDLE_SECONDS = 2.0
+"""For how long a connection without a request is kept. vLLM closes one after 5 s, which a request
+that is just being sent would meet."""
 NOT_FOR_PREFILL = (
     "stream_options",
     "min_tokens",
     "max_completion_tokens",
     "n",
     "logprobs",
+    "top_logprobs",
+    "logprob_token_ids",
     "prompt_logprobs",
     "echo",
 )
@@ -56,6 +62,10 @@ class Server:
 
     def __init__(self, url: str) -> None:
         self.url, self.running, self.paused_until = url.rstrip("/"), 0, 0.0
+
+
+def not_paused(servers: list[Server]) -> list[Server]:
+    return [one for one in servers if time.monotonic() >= one.paused_until]
 
 
 def least(servers: list[Server], able: list[Server]) -> Server:
@@ -97,8 +107,8 @@ class Proxy:
         except (ValueError, TypeError, RecursionError):
             raise web.HTTPBadRequest(text="the body must be a JSON object") from None
         number, first = next(self._numbers), None
-        able = [one for one in self.prefill if time.monotonic() >= one.paused_until]
-        announced, decode = bool(able), least(self.decode, self.decode)
+        able = not_paused(self.prefill)
+        announced, decode = bool(able), least(self.decode, not_paused(self.decode) or self.decode)
         if announced:
             prefill = least(self.prefill, able)
             first = asyncio.create_task(self._prefill(number, prefill, request.path, body))
@@ -114,6 +124,8 @@ class Proxy:
             asked = self._with_announcement(body) if announced else body
             return await self._stream(request, decode, asked)
         except ClientError as error:
+            # One that refuses has no requests, so that it would get all of the next ones.
+            decode.paused_until = time.monotonic() + PAUSE_SECONDS
             say(f"request {number}: the decode server failed: {type(error).__name__}: {error}")
             raise web.HTTPBadGateway(
                 text=f"the decode server at {decode.url} failed: {error}"
@@ -125,7 +137,7 @@ class Proxy:
 
     async def forward(self, request: web.Request) -> web.StreamResponse:
         """Forward a GET, such as /v1/models, /health and /metrics, to a decode server."""
-        decode = self.decode[0]
+        decode = (not_paused(self.decode) or self.decode)[0]
         try:
             async with self._session.get(decode.url + request.path_qs) as reply:
                 return web.Response(
@@ -145,7 +157,7 @@ class Proxy:
             async with self._session.post(
                 server.url + path, json={**asked, "max_tokens": 1, "stream": False}
             ) as reply:
-                text = await reply.text()
+                text = await reply.text(errors="replace")
                 if reply.ok:
                     return True
                 what, broken = f"HTTP {reply.status}: {text[:200]}", reply.status >= 500
@@ -181,17 +193,24 @@ class Proxy:
     ) -> web.StreamResponse:
         async with self._session.post(server.url + request.path, json=body) as reply:
             response = web.StreamResponse(status=reply.status, headers=content_type(reply))
-            await response.prepare(request)
-            async for piece in reply.content.iter_any():
-                await response.write(piece)
-            with suppress(ConnectionError):
+            with suppress(ConnectionError):  # the client has gone
+                await response.prepare(request)
+                try:
+                    async for piece in reply.content.iter_any():
+                        await response.write(piece)
+                except ClientError:
+                    # It is too late for another status: the client sees that the answer is cut.
+                    if request.transport is not None:
+                        request.transport.close()
+                    raise
                 await response.write_eof()
             return response
 
     async def _connected(self, app: web.Application) -> AsyncIterator[None]:
-        async with ClientSession(
-            timeout=ClientTimeout(total=None, sock_connect=5)
-        ) as self._session:
+        # With a limit, requests that wait for KV would keep those away that have it computed.
+        connections = TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
+        timeout = ClientTimeout(total=None, sock_connect=5)
+        async with ClientSession(connector=connections, timeout=timeout) as self._session:
             yield
 
 
@@ -227,6 +246,8 @@ def main() -> None:
         help="which server is asked first (together): any order gives the same answer",
     )
     options = parser.parse_args()
+    if not 0 <= options.wait_seconds <= 600:
+        parser.error("--wait-seconds must be from 0 to 600: decode servers take no other")
     proxy = Proxy(options.prefill, options.decode, options.order, options.wait_seconds)
     web.run_app(
         proxy.application(),

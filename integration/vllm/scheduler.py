@@ -14,6 +14,8 @@ from itertools import count
 from math import inf
 from typing import Any
 
+from msgspec.structs import replace
+
 from vcache_backend.errors import MAX_LINE_CHARS, printable
 
 from .blocks import KVBlocks
@@ -393,8 +395,9 @@ class VCacheScheduler:
             params = UNCACHED
         # vLLM has no log probabilities for loaded prompt tokens, but lets connectors load them.
         rated = getattr(request.sampling_params, "prompt_logprobs", None) is not None
-        computes = rated or getattr(request, "skip_reading_prefix_cache", False)
-        loads = self.context.loads and params.load and not computes
+        if rated or getattr(request, "skip_reading_prefix_cache", False):
+            params = replace(params, load=False)
+        loads = self.context.loads and params.load
         tracked = self._requests[request.request_id] = Tracked(request, params, loads)
         self._planner.mark_stored(tracked, 0)
         if tracked.store.complete_at < inf:

@@ -13,8 +13,12 @@ __all__ = ["here"]
 pytestmark = needs_vllm
 
 
-def compute(engine: Engine, chunks: int) -> None:
-    engine.finish(engine.add(new_tokens(chunks * CHUNK)))
+def compute(engine: Engine, chunks: int, rated: int | None = None) -> None:
+    """rated: log probabilities of the prompt's tokens, for which vLLM computes it."""
+    request = engine.request(new_tokens(chunks * CHUNK))
+    request.sampling_params.prompt_logprobs = rated
+    engine.scheduler.add_request(request)
+    engine.finish(request)
     assert engine.half.context.outbox.flush(10)
 
 
@@ -30,6 +34,7 @@ def test_a_consumer_that_finds_nobody_says_so_once_a_minute(
         monkeypatch.setattr(consumers.log, "handlers", [caplog.handler])
         monkeypatch.setattr(consumers.log, "propagate", False)
         compute(reader, 1)  # no longer than a chunk
+        compute(reader, 3, rated=1)
         assert said() == []
         for _ in range(3):
             compute(reader, 3)

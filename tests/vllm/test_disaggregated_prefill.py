@@ -1,27 +1,22 @@
 """Disaggregated prefill with real vLLM servers on the CPU: the example, its proxy, a prefill server
-that is gone.
+that is gone. What the proxy does with servers of any kind: test_prefill_proxy.
 
 The example goes through the pool. What is announced is read in place, too: test_real_in_place.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Thread
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import pytest
-from processes import PATIENT, ROOT, SECONDS, Child, Worker, eventually
+from processes import PATIENT, ROOT, Child, Worker, eventually
 from vllm_cases import Completed, complete, forking, new_tokens
 
 from benchmarks.processes import free_ports
@@ -110,88 +105,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 def test_the_example_takes_every_prompt_from_the_pool_with_the_right_tokens(site: Site) -> None:
     """The tokens: the fixture would fail, since the example says of each whether they are right."""
     assert site.chunks() >= CHUNKS
-
-
-@pytest.mark.skipif(find_spec("aiohttp") is None, reason="needs aiohttp")
-def test_the_proxy_leaves_wrong_parameters_to_the_decode_server() -> None:
-    """Here nobody answers as one, which the client is told. What is no object, or too deep to read,
-    is refused.
-    """
-    port, *nobody = free_ports(3)
-    servers = [f"http://127.0.0.1:{number}" for number in nobody]
-    command = [sys.executable, str(PROXY), "--prefill", servers[0], "--decode", servers[1]]
-    odd = ["text", 5, [1], {"vcache": "text"}, {"vcache": [1]}]
-    bodies = [json.dumps({"prompt": "a", "kv_transfer_params": one}).encode() for one in odd]
-    expected = [(502, "the decode server at")] * len(odd) + [(400, "the body must be")]
-    with Child([*command, "--port", str(port)]) as child:
-        child.expect("serves on")
-        for body, (code, said) in zip([*bodies, b"[" * 100_000], expected, strict=True):
-            with pytest.raises(HTTPError) as raised:
-                urlopen(Request(f"http://127.0.0.1:{port}/v1/completions", body), timeout=SECONDS)
-            with raised.value as error:
-                assert (error.code, error.read().decode().startswith(said)) == (code, True)
-
-
-class Counting(BaseHTTPRequestHandler):
-    """A server that answers, or fails, and keeps what it is asked."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        asked: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.failures += self.server.fails
-        self.server.asked.append(asked)
-        eventually(self.server.ready)
-        self.send_response(500 if self.server.fails else 200)
-        self.send_header("Content-Length", "2")
-        self.end_headers()
-        self.wfile.write(b"{}")
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.mark.skipif(find_spec("aiohttp") is None, reason="needs aiohttp")
-def test_two_prefill_servers_and_two_decode_servers_are_asked_in_turn() -> None:
-    """Whoever of the first fails is left out, and the others' prompts are still announced."""
-    servers: list[Any] = []
-
-    def prefilled() -> bool:
-        """The prefill servers have been asked as often as the others, and each failure was said."""
-        before, behind = (
-            sum(len(one.asked) for one in pair) for pair in (servers[:2], servers[2:])
-        )
-        return before >= behind and child.said().count(FAILED) >= servers[0].failures
-
-    with ExitStack() as undo:
-        for _ in range(4):
-            servers.append(undo.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), Counting)))
-            servers[-1].asked, servers[-1].fails, servers[-1].failures = [], False, 0
-            # With the decode server's answer the proxy gives the prefill server's up.
-            servers[-1].ready = prefilled if len(servers) > 2 else lambda: True
-            Thread(target=servers[-1].serve_forever, daemon=True).start()
-            undo.callback(servers[-1].shutdown)
-        urls = [f"http://127.0.0.1:{one.server_port}" for one in servers]
-        (port,) = free_ports(1)
-        command = [sys.executable, str(PROXY), "--prefill", *urls[:2], "--decode", *urls[2:]]
-        child = undo.enter_context(Child([*command, "--port", str(port)]))
-        child.expect("serves on")
-
-        def ask(count: int) -> list[int]:
-            """How many requests each of them has got behind these."""
-            for _ in range(count):
-                body = json.dumps({"prompt": "a"}).encode()
-                where = f"http://127.0.0.1:{port}/v1/completions"
-                urlopen(Request(where, body), timeout=SECONDS).close()
-            return [len(one.asked) for one in servers]
-
-        assert ask(4) == [2, 2, 2, 2]
-        servers[0].fails = True
-        ask(2)
-        child.expect(FAILED)
-        assert ask(4)[1] == 7
-        announced = [one["kv_transfer_params"] for one in servers[2].asked + servers[3].asked]
-        assert len(announced) == 10
 
 
 @pytest.mark.parametrize("order", ["decode-first", "prefill-first"])
