@@ -104,6 +104,16 @@ def peer(sock: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
+def listener(path: Path) -> int:
+    """The pid of the process that listens at `path`, also if it is stopped. 0: nobody, or its pid
+    cannot be known here."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking, suppress(OSError):
+        asking.setblocking(False)
+        asking.connect(str(path))
+        return peer(asking)[0]
+    return 0
+
+
 def folder_fault(path: Path, trusted: Collection[int]) -> str:
     """Explain why a user outside of `trusted` could put a file at `path`, and what to do; or empty.
 
