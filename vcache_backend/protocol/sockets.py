@@ -120,7 +120,7 @@ def folder_fault(path: Path, trusted: Collection[int]) -> str:
     OSError if the folder does not exist."""
     folder = path.parent
     status = folder.lstat()
-    other = "set server.socket to a folder of your own"
+    other = "set server.socket to a path in a folder of your own"
     if not stat.S_ISDIR(status.st_mode):
         kind = "a link" if stat.S_ISLNK(status.st_mode) else "a file"
         return f"{folder} is not a folder but {kind}; {other}, or remove {folder}"
