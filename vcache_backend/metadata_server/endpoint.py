@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vcache_backend.errors import ConfigError
 from vcache_backend.metadata_server.resets import ResetsFile
-from vcache_backend.protocol.sockets import folder_fault, listener
+from vcache_backend.protocol.sockets import OWN_FOLDER, folder_fault, listener
 
 
 def beside(path: Path, suffix: str) -> Path:
@@ -50,7 +50,8 @@ class Endpoint:
                 )
                 self._bind(undo)
             except OSError as error:
-                raise ConfigError(f"server.socket: cannot use {path}: {error}") from error
+                said = f"server.socket: cannot use {path}: {error}; {OWN_FOLDER}"
+                raise ConfigError(said) from error
             self._undo = undo.pop_all()
         self._fresh_until = 0.0
 
