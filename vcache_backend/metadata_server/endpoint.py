@@ -50,7 +50,8 @@ class Endpoint:
                 )
                 self._bind(undo)
             except OSError as error:
-                said = f"server.socket: cannot use {path}: {error}; {OWN_FOLDER}"
+                advice = f"; {OWN_FOLDER}" if isinstance(error, PermissionError) else ""
+                said = f"server.socket: cannot use {path}: {error}{advice}"
                 raise ConfigError(said) from error
             self._undo = undo.pop_all()
         self._fresh_until = 0.0

@@ -49,9 +49,9 @@ def ensure(config: Config, seconds: float = 30.0) -> str:
             make_folder(path)
             started = _start(config, path, deadline)
     except OSError as error:
-        said = f"server.socket: no server can be started at {path}: {error}"
         advice = f"; {OWN_FOLDER}" if isinstance(error, PermissionError) else ""
-        raise ConfigError(said + advice) from error
+        said = f"server.socket: no server can be started at {path}: {error}{advice}"
+        raise ConfigError(said) from error
     return started or f"the metadata server at {path} is already running"
 
 
