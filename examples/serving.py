@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -108,6 +109,18 @@ CPU = Machine(
 # ---- processes
 
 
+def taken(port: int) -> str:
+    """Why a server cannot listen at a port of this machine, at which another program may answer;
+    empty if it can."""
+    with socket.socket() as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind(("127.0.0.1", port))
+        except OSError as error:
+            return str(error.strerror)
+    return ""
+
+
 class Process(Program):
     """A program whose progress and failure are reported. url: where it answers HTTP, if it does."""
 
@@ -120,6 +133,8 @@ class Process(Program):
         environment: dict[str, str] | None = None,
     ) -> None:
         self.url, self.started = url, time.monotonic()
+        if url and (wrong := taken(port := int(url.rpartition(":")[2]))):
+            raise Failed(f"{name}: port {port} is in use ({wrong}); --ports names others")
         log.unlink(missing_ok=True)
         # The children have settings of their own.
         inherited = {

@@ -144,6 +144,16 @@ def test_a_real_model_answers_in_the_same_words_from_kv_that_another_server_comp
 
 
 @NEEDS_VLLM
+def test_another_program_s_port_is_not_taken_for_a_server_of_its_own(tmp_path: Path) -> None:
+    """It would be asked in the server's place, however wrong its answers are."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with example(tmp_path / "run", "--ports", f"{port},{free_ports(1)[0]}") as run:
+            status, said = run.wait()
+    assert (status, f"port {port} is in use" in said, "--ports" in said) == (1, True, True), said
+
+
+@NEEDS_VLLM
 def test_a_killed_example_ends_what_it_started(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     # One that vLLM can serve: else its servers could end before this test counts them.

@@ -69,6 +69,10 @@ def explained(error: str, kind: type, lines: dict[str, int]) -> str:
         hint = f"; expected {' or '.join(map(str, get_args(expected)))}"
     elif _fields(expected) and "got `null`" in error:
         hint = "; remove the empty section"
+    elif re.match(r"Expected `str( \| null)?`, got `(int|float|bool)`", error):
+        hint = "; quote it"
+    elif re.match(r"Expected `(int|float)( \| null)?`, got `str`", error):
+        hint = "; write a number alone, without a unit"
     # The error of a section's own check, or of an unknown field, names the key.
     named = (f"{path}.{word}" for word in re.findall(r"\w+", error))
     line = lines.get(next((key for key in named if key in lines), path))

@@ -85,8 +85,9 @@ class Transfers:
                 theirs(kv_caches, *args, **kwargs)
             if new := self._context:
                 if type(new).__name__ == "EngineDrivenContextPickle":
-                    how = "start its server with --no-l1-use-lazy and --shm-name (docs/lmcache.md)"
-                    log.warning("LMCache pickles KV, which is slow: %s", how)
+                    how = "start its server with --no-l1-use-lazy, --shm-name, and room in /dev/shm"
+                    how += " for --l1-size-gb (docs/lmcache.md)"
+                    log.warning("vcache: LMCache pickles KV, which is slow: %s", how)
                 self._take_over(new)
 
         return register

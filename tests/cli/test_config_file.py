@@ -18,6 +18,9 @@ MISTAKES = {
     "mooncake: {}": "line 1: Object contains unknown field `mooncake`; there are server, ",
     '"po\\nol": 1': "unknown field `po\\nol`; did you mean `pool`?",
     # values
+    "server: {metrics: 9419}": "line 1: Expected `str`, got `int` - at `$.server.metrics`; quote it",
+    "client: {request_seconds: 250 ms}": "line 1: Expected `float`, got `str` - at "
+    "`$.client.request_seconds`; write a number alone, without a unit",
     "client: {request_seconds: .nan}": "line 1: Expected `float` > 0.0 - at "
     "`$.client.request_seconds`",
     "pool: {max_ctas: 4e6}": "line 1: Expected `int`, got `str` - at `$.pool.max_ctas`",

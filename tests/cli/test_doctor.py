@@ -202,7 +202,7 @@ def test_no_server_is_a_warning_that_says_how_to_start_one_and_others_are_failur
 @pytest.mark.parametrize(
     ("answer", "said", "advice"),
     [
-        (None, "did not answer in 1 s", "`kill -CONT` it, or see its log"),
+        (None, "did not answer in 1 s", "`kill -CONT {pid}`, or see its log"),
         (b"", "the server closed it", "see its log"),
         (b"HTTP/1.1 400", "is not a metadata server of", "set server.socket to that of a metadata"),
     ],
@@ -232,5 +232,5 @@ def test_a_hung_server_and_somebody_else_who_listens_there_are_failures(
         finding = only(doctor.check_server(config))
         thread.join(SECONDS)
     assert (finding.check, finding.status) == ("server", "fail")
-    assert finding.advice.startswith(advice)
+    assert finding.advice.startswith(advice.format(pid=os.getpid()))
     assert said in finding.detail

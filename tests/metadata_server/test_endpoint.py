@@ -15,7 +15,10 @@ from pathlib import Path
 import pytest
 from processes import Child
 
+from vcache_backend.config import from_dict
+from vcache_backend.errors import ConfigError
 from vcache_backend.metadata_server.endpoint import Endpoint, beside
+from vcache_backend.metadata_server.start import ensure
 
 
 def refused(path: Path) -> str:
@@ -48,6 +51,14 @@ def test_files_are_kept_from_tmp_cleaners(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("where", ["/dev/null/vcache.sock", "/tmp/" + "x" * 120 + ".sock"])
 def test_a_socket_path_that_cannot_be_used_is_said(where: str) -> None:
     assert re.search(r"(server\.|--)socket: ", refused(Path(where)))
+
+
+def test_without_the_right_to_write_there_it_says_what_to_set() -> None:
+    """Nobody may make a folder in /sys, root neither."""
+    path, advice = Path("/sys/vcache/vcache.sock"), "set server.socket to a path in a folder of "
+    assert advice in refused(path)
+    with pytest.raises(ConfigError, match=advice):
+        ensure(from_dict({"server": {"socket": str(path)}}))
 
 
 def test_what_is_there_and_not_ours_stays_and_is_said(tmp_path: Path) -> None:

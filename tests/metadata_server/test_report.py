@@ -18,7 +18,7 @@ from vcache_backend.config import from_dict
 from vcache_backend.doctor import Finding
 from vcache_backend.errors import Refused
 from vcache_backend.metadata_server.processes import Peer, ProcessId
-from vcache_backend.metadata_server.report import Minute, Reports, fitting
+from vcache_backend.metadata_server.report import Layouts, Minute, Reports, fitting
 from vcache_backend.metadata_server.requests import Service
 from vcache_backend.protocol import messages as m
 from vcache_backend.protocol import sockets
@@ -32,6 +32,17 @@ def peer(number: int = 1, pid: int = 7) -> Peer:
 
 def made(**more: Any) -> Service:
     return Service(1, now=lambda: 0.0, **more)
+
+
+def test_fields_that_follow_from_a_setting_come_behind_it_and_say_so() -> None:
+    """Two sizes of tensor parallelism also differ in fields that no flag of vLLM sets."""
+    layouts = Layouts()
+    for number, tp_size in enumerate("12"):
+        fields = dict.fromkeys(("extra.shards", "kv_layout", "tp_size"), tp_size)
+        layouts.add(peer(number), {"model": "llama", "namespace": 2 * tp_size, **fields})
+    found = [(one.field, one.advice) for one in layouts.mismatches()]
+    assert [field for field, _ in found] == ["tp_size", "extra.shards", "kv_layout"]
+    assert [advice.startswith("it follows from") for _, advice in found] == [False, True, True]
 
 
 # ---- the server and its clients

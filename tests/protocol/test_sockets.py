@@ -46,7 +46,9 @@ def test_a_folder_that_others_can_write_is_refused_by_server_and_client(tmp_path
     folder.chmod(0o777)
     both_say(f"`chmod go-w {folder}`")
     folder.chmod(0o1777)
-    both_say(f"others can write to {folder} (mode 1777); set server.socket to a folder of your own")
+    both_say(
+        f"others can write to {folder} (mode 1777); set server.socket to a path in a folder of "
+    )
     folder.rename(tmp_path / "elsewhere")
     folder.symlink_to(tmp_path / "elsewhere")
     both_say(f"{folder} is not a folder but a link")

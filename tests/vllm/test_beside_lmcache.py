@@ -124,6 +124,7 @@ def test_what_lmcache_has_not_written_is_not_committed(
     assert not caplog.messages
     adapter.registers(EngineDrivenContextPickle(None, None, 1.0))
     assert "LMCache pickles KV" in caplog.text
+    assert "room in /dev/shm for --l1-size-gb" in caplog.text
     adapter.shutdown()
     assert adapter.left == [0, 0]
 

@@ -28,6 +28,16 @@ MAX_COMPARED = 16
 """The most namespaces of one model that are compared, and the most instances named for a value."""
 
 
+_SEED = "start all instances with the same PYTHONHASHSEED (0 for example)"
+_FOLLOWS = "it follows from other settings, such as tp_size and the attention backend"
+_ADVICE = {
+    "extra.hash_root": f"{_SEED}, and the same hash algorithm",
+    "extra.shards": f"{_FOLLOWS}: give all instances the same",
+    "kv_layout": f"{_FOLLOWS}: give all instances the same",
+}
+"""What to do about the fields that do not name a setting."""
+
+
 class Layouts:
     """The layouts of connected instances, from their hellos. Clients without a model are tools."""
 
@@ -117,7 +127,9 @@ def _mismatches(groups: list[list[Peer]]) -> list[m.Mismatch]:
     mismatches: list[m.Mismatch] = []
     # These differ only with other fields, between the stages of one instance, or for people.
     apart = {"namespace", "pp_rank", "vllm"}
-    for name in sorted({name for layout in layouts for name in layout} - apart):
+    names = {name for layout in layouts for name in layout} - apart
+    # What follows from other fields comes behind them.
+    for name in sorted(names, key=lambda name: (_FOLLOWS in _ADVICE.get(name, ""), name)):
         holders = defaultdict[str, list[Peer]](list)
         for layout, group in zip(layouts, groups, strict=True):
             holders[layout.get(name, "")] += group[:MAX_COMPARED]
@@ -127,10 +139,7 @@ def _mismatches(groups: list[list[Peer]]) -> list[m.Mismatch]:
                 for value, instances in holders.items()
             ]
             model, field = printable(layouts[0]["model"]), printable(name)
-            # The only field that does not name the setting.
-            seed = "start all instances with the same PYTHONHASHSEED (0 for example), and the same"
-            advice = f"{seed} hash algorithm" if name == "extra.hash_root" else ""
-            mismatches.append(m.Mismatch(model, field, values, advice))
+            mismatches.append(m.Mismatch(model, field, values, _ADVICE.get(name, "")))
     return mismatches
 
 

@@ -21,6 +21,7 @@ from vcache_backend.errors import ConfigError, ServerUnavailable
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.endpoint import beside, make_folder
 from vcache_backend.protocol.client import Client
+from vcache_backend.protocol.sockets import OWN_FOLDER, listener
 
 log = logging.getLogger(__name__)
 
@@ -42,14 +43,16 @@ def ensure(config: Config, seconds: float = 30.0) -> str:
     the end of the new server's log, if no server answers within `seconds`."""
     path, deadline = config.server.path.absolute(), time.monotonic() + seconds
     trusted = config.client.server_uid
-    present = f"the metadata server at {path} is already running"
-    if not _silence(path, trusted):
-        return present
+    started = ""
     try:
-        make_folder(path)
-        return _start(config, path, deadline)
+        if _silence(path, trusted):
+            make_folder(path)
+            started = _start(config, path, deadline)
     except OSError as error:
-        raise ConfigError(f"server.socket: no server can be started at {path}: {error}") from error
+        advice = f"; {OWN_FOLDER}" if isinstance(error, PermissionError) else ""
+        said = f"server.socket: no server can be started at {path}: {error}{advice}"
+        raise ConfigError(said) from error
+    return started or f"the metadata server at {path} is already running"
 
 
 def try_ensure(config: Config) -> None:
@@ -62,6 +65,7 @@ def try_ensure(config: Config) -> None:
 
 
 def _start(config: Config, path: Path, deadline: float) -> str:
+    """Start a server, unless another process does. Returns a line, or empty if it did."""
     log = beside(path, ".log")
     server = processes.identity(_spawn(config, path, log))
     while reason := _silence(path, config.client.server_uid):
@@ -72,6 +76,8 @@ def _start(config: Config, path: Path, deadline: float) -> str:
             end = " | ".join(log.read_text(errors="replace").splitlines()[-3:]) or "(empty)"
             raise ServerUnavailable(f"{reason}; the new one's log, {log}, ends with: {end}")
         time.sleep(0.05)
+    if listener(path) != server.pid:
+        return ""
     return f"metadata server started at {path}, log {log}; it outlives this process"
 
 

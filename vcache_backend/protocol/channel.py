@@ -292,7 +292,8 @@ class Channel:
                 return f"no metadata server at {at}: {why}"
             case TimeoutError() | BlockingIOError():
                 why = f"did not answer in {self._config.connect_seconds:g} s"
-                why += ": it is stopped or overloaded; `kill -CONT` it, or see its log"
+                whom = f" {pid}`" if (pid := sockets.listener(at)) else "` it"
+                why += f": it is stopped or overloaded; `kill -CONT{whom}, or see its log"
                 return f"the metadata server at {at} {why}"
             case msgspec.DecodeError() | UnicodeDecodeError() | OSError(errno=errno.EPROTOTYPE):
                 why = f"is not a metadata server of this version ({error})"

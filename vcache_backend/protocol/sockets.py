@@ -21,6 +21,8 @@ import msgspec
 from vcache_backend.errors import ProtocolError
 from vcache_backend.protocol import messages as m
 
+OWN_FOLDER = "set server.socket to a path in a folder of your own"
+"""What to do about a socket's folder that this user cannot use, or should not trust."""
 _FD_SPACE = socket.CMSG_SPACE(m.MAX_FDS * 4)
 _TRUNCATED, _LACKS_FDS = int(socket.MSG_TRUNC), int(socket.MSG_CTRUNC)
 """Plain numbers: `&` with members of the enumeration calls three Python functions a message."""
@@ -104,24 +106,35 @@ def peer(sock: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
+def listener(path: Path) -> int:
+    """The pid of the process that listens at `path`, also if it is stopped. 0: nobody, or its pid
+    cannot be known here."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking, suppress(OSError):
+        asking.setblocking(False)
+        asking.connect(str(path))
+        return peer(asking)[0]
+    return 0
+
+
 def folder_fault(path: Path, trusted: Collection[int]) -> str:
     """Explain why a user outside of `trusted` could put a file at `path`, and what to do; or empty.
 
     OSError if the folder does not exist."""
     folder = path.parent
     status = folder.lstat()
-    other = "set server.socket to a folder of your own"
     if not stat.S_ISDIR(status.st_mode):
         kind = "a link" if stat.S_ISLNK(status.st_mode) else "a file"
-        return f"{folder} is not a folder but {kind}; {other}, or remove {folder}"
+        return f"{folder} is not a folder but {kind}; {OWN_FOLDER}, or remove {folder}"
     if status.st_uid not in trusted:
         return (
-            f"{folder} belongs to uid {status.st_uid}, not to uid {os.getuid()}; {other}, "
+            f"{folder} belongs to uid {status.st_uid}, not to uid {os.getuid()}; {OWN_FOLDER}, "
             f"or remove {folder}"
         )
     if status.st_mode & 0o022:
         shared = status.st_mode & stat.S_ISVTX  # such as /tmp, shared on purpose
-        mend = other if shared else f"`chmod go-w {folder}`, or {other}, or remove {folder}"
+        mend = (
+            OWN_FOLDER if shared else f"`chmod go-w {folder}`, or {OWN_FOLDER}, or remove {folder}"
+        )
         return f"others can write to {folder} (mode {stat.S_IMODE(status.st_mode):04o}); {mend}"
     return ""
 
