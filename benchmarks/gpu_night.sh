@@ -25,6 +25,7 @@
 #   which    how each text generation model of vLLM's registry is cached (docs/vllm/models.md); beside anything   6 minutes
 #   copies   copies, engine, metadata server                                                        2 minutes
 #   serving  two servers, vLLM alone, in place and with a pool, in turn: WORKLOADS=..., RUNS=0,1,2  7 minutes
+#            one server, on one GPU: GPUS=0, with CUDA_VISIBLE_DEVICES=0
 #   routed   two servers, vLLM alone and in place, in turn and behind vllm-router: ARMS=..., WORKLOADS=...   8 minutes; nothing beside it
 #   ranks    one server of two data parallel ranks, alone and in place, chat: WORKLOADS=...         8 minutes; nothing beside it
 #            of gpt-oss: MORE="--model gpt_oss_20b"
