@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from math import inf
 from typing import Any
 
 import pytest
@@ -83,8 +84,11 @@ def test_without_a_pool_beside_it_nothing_is_saved(engine: Engine) -> None:
     assert [meta.victims for meta in engine.metas] == [None] * len(engine.metas)
 
 
-def test_what_may_be_used_again_is_saved_once_and_once_more_after_it_was_hit(make: Make) -> None:
+def test_what_may_be_used_again_is_saved_once_and_once_more_after_it_was_hit(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The pool may have lost it by then. Beside a request that only runs on."""
+    monkeypatch.setattr(evictions, "PUBLISHED_SECONDS", inf)
     engine = make(lends=1 << 20)
     engine.add(new_tokens(CHUNK + 3), max_tokens=CHUNK)
     chunks = completed(engine)
