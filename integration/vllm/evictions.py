@@ -173,25 +173,30 @@ class Victims:
         """By a chunk's first block: the plan that completed it, and when (time.monotonic)."""
 
     def plan(
-        self, meta: StepMetadata, completed: Sequence[Completed], used: Iterable[int] = ()
+        self, meta: StepMetadata, completed: Sequence[Completed], used: Iterable[list[int]] = ()
     ) -> None:
         """Add to `meta` the chunks that the step saves because a later step may overwrite them. The
         step must have all its blocks, and its publications must have been made. completed: chunks
-        that the step completes, and their blocks. used: the blocks of all requests, the oldest
-        request first.
+        that the step completes, and their blocks. used: the block tables of all requests, the
+        oldest request first.
 
         vLLM takes blocks from its free queue. If the queue is short, it takes those of a request
-        that ends at once, before they could be saved. So blocks of the oldest requests, which will
-        probably end first, are examined as if they stood behind the queue.
+        that ends at once, before they could be saved. So chunks of the oldest requests, which will
+        probably end first, are saved as if they stood behind the queue. Of one request only a part:
+        others end before one that goes on for long. Not all that is in use: in the pool it would
+        grow old.
 
         A chunk is saved once, and again after another use: the pool may have lost the chunk
         meanwhile."""
         self._note(meta, completed)
-        free, need = self._blocks.free, self._need
+        free, need, each = self._blocks.free, self._need, self._each
         due = free < need and self._plans >= self._looked + LOOK_PLANS
         if due or self._left < min(need, free):
             self._looked, head = self._plans, self._blocks.head(need + need // 4)
-            self._look(meta, head, [*islice(used, max(0, need - free))])
+            most, part = -(-max(0, need - free) // each), max(1, need // 4 // each)
+            # vLLM frees a request's last block first.
+            firsts = chain.from_iterable(table[::each][-part:][::-1] for table in used)
+            self._look(meta, head, [*islice(firsts, most)])
 
     # ---- inside
 
@@ -212,19 +217,20 @@ class Victims:
             self._keys.update(zip(rows[:, 0].tolist(), keys, strict=True))
 
     def _look(self, meta: StepMetadata, head: list[int], used: list[int]) -> None:
-        """Choose the chunks to save. head: the next blocks that vLLM will hand out. used: blocks in
-        use that it may hand out behind them."""
+        """Choose the chunks to save. head: the next blocks that vLLM will hand out. used: first
+        blocks of chunks in use that it may hand out behind them."""
         blocks, now = np.array(head + used, dtype=np.intp), self._own.counters
-        self._left = len(head)
-        held = np.flatnonzero(self._published[blocks] == now[blocks])
-        first, at = np.unique(self._first[blocks[held]], return_index=True)
+        self._left, of = len(head), self._first[blocks]
+        held = np.flatnonzero(
+            (self._published[blocks] == now[blocks]) & (self._saved[of] != now[of])
+        )
+        first, at = np.unique(of[held], return_index=True)
         order = np.argsort(at)
         first, at = first[order], held[at[order]]
         rows = self._rows[first]
         held_by = (self._first[rows] == first[:, None]) & (self._published[rows] == now[rows])
-        whole = held_by.all(axis=1)
-        first, at = first[whole], at[whole]
-        new = np.flatnonzero((self._saved[first] != now[first]) & self._ready(first, at))
+        due = (at < self._left) | self._ready(first)
+        new = np.flatnonzero(held_by.all(axis=1) & due)
         if len(new) > MOST_SAVED:
             # The next step saves the rest.
             self._left = min(self._left, int(at[new[MOST_SAVED]]))
@@ -239,8 +245,7 @@ class Victims:
             # A valid generation belongs to the present epoch, as far as the scheduler knows.
             meta.victims = SavedChunks(keys, *packed, self._context.news.epoch)
 
-    def _ready(self, first: npt.NDArray[np.intp], at: npt.NDArray[np.intp]) -> Any:
-        """Which chunks are free, or are in use and published by now. at: each chunk's place among
-        the examined blocks."""
+    def _ready(self, first: npt.NDArray[np.intp]) -> Any:
+        """Which chunks, named by their first blocks, the worker has published by now."""
         long = self._at[first] <= monotonic() - PUBLISHED_SECONDS
-        return (at < self._left) | (long & (self._since[first] <= self._plans - PUBLISHED_PLANS))
+        return long & (self._since[first] <= self._plans - PUBLISHED_PLANS)

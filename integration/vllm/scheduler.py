@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
-from itertools import count
+from itertools import chain, count
 from math import inf
 from typing import Any
 
@@ -282,17 +282,13 @@ class VCacheScheduler:
             if self._unserved is not None:
                 self._unserved.began(one.tracked, one.whole)
         if self.victims is not None:
-            self.victims.plan(meta, self._planner.take_completed(), self._used())
+            # Models with such a pool have one block table.
+            used = (tracked.store.block_tables for tracked in self._requests.values())
+            self.victims.plan(meta, self._planner.take_completed(), chain.from_iterable(used))
         if meta == _NOTHING:
             return QUIET
         self._next = StepMetadata()
         return meta
-
-    def _used(self) -> Iterator[int]:
-        """The blocks of all requests, the oldest request first."""
-        for tracked in self._requests.values():
-            for table in tracked.store.block_tables:
-                yield from table
 
     def _beginning(self, output: Any) -> dict[str, Beginning]:
         """The requests that begin or resume in a step, by name."""

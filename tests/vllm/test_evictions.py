@@ -45,7 +45,9 @@ def completed(engine: Engine) -> list[list[int]]:
     plan = victims.plan
 
     def planned(
-        meta: StepMetadata, chunks: list[tuple[list[ChunkKey], list[int]]], used: Iterator[int]
+        meta: StepMetadata,
+        chunks: list[tuple[list[ChunkKey], list[int]]],
+        used: Iterator[list[int]],
     ) -> None:
         for _, blocks in chunks:
             found.extend(blocks[at : at + EACH] for at in range(0, len(blocks), EACH))
@@ -142,3 +144,37 @@ def test_while_requests_wait_for_blocks_chunks_are_saved_before_their_request_en
     left = saved_before(engine, 400, ask)
     assert len(left) > 150
     assert left.count(0) + left.count(1) < len(left) // 10
+
+
+def test_an_old_request_that_goes_on_for_long_keeps_no_others_from_being_saved(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two have as many blocks as three times what is examined."""
+    monkeypatch.setattr(evictions, "PUBLISHED_SECONDS", 0.0)
+    more = {"max_num_seqs": 64, "max_num_batched_tokens": 128, "max_model_len": 4000}
+    engine = make(blocks=257, arguments=more, lends=1 << 20)
+    choice = random.Random(5)
+    for _ in range(2):
+        engine.add(new_tokens(25 * CHUNK), max_tokens=2000)
+
+    def ask(_: int) -> None:
+        while len(engine.scheduler.requests) < 50:
+            engine.add(new_tokens(choice.choice([2, 3, 4]) * CHUNK), choice.randrange(40, 60))
+
+    left = saved_before(engine, 400, ask)
+    assert len(left) > 300
+    assert left.count(0) + left.count(1) < len(left) // 8
+
+
+def test_of_a_request_that_runs_the_first_chunk_is_the_last_to_leave_the_pool(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server takes the first chunk of a commit for the most recent one. Without it nobody
+    finds the others."""
+    monkeypatch.setattr(evictions, "PUBLISHED_SECONDS", 0.0)
+    engine = make(lends=1 << 20)
+    request = engine.add(new_tokens(4 * CHUNK + 5), max_tokens=CHUNK)
+    early = list[int]()
+    for _ in range(2 * evictions.LOOK_PLANS):
+        early += [number for number, _ in saved(engine, engine.step(), request)]
+    assert early == [0, 1, 2, 3]
