@@ -162,8 +162,9 @@ class Victims:
         self._published: npt.NDArray[np.uint64] = np.zeros(count, dtype=np.uint64)
         """By block: the first block of the chunk (`_first`), and its generation in the chunk."""
         self._saved: npt.NDArray[np.uint64] = np.zeros(count, dtype=np.uint64)
-        """By a chunk's first block: the generation in which the chunk was saved; 0 once a block of
-        the chunk was handed out or hit again. (Block 0 is vLLM's null block and in no chunk.)"""
+        """By a chunk's first block: the generation in which the chunk was saved, plus 1 if the
+        worker may not have published it by then; 0 once a block of the chunk was handed out or hit
+        again. (Block 0 is vLLM's null block and in no chunk.)"""
         self._left = 0
         """The least number of examined blocks that are still in the queue."""
         self._plans = self._looked = 0
@@ -229,7 +230,9 @@ class Victims:
         first, at = first[order], held[at[order]]
         rows = self._rows[first]
         held_by = (self._first[rows] == first[:, None]) & (self._published[rows] == now[rows])
-        due = (at < self._left) | self._ready(first)
+        free, ready = at < self._left, self._ready(first)
+        # What is free cannot wait. If the worker has not published it, it is saved once more.
+        due = ready | (free & (self._saved[first] <= now[first]))
         new = np.flatnonzero(held_by.all(axis=1) & due)
         if len(new) > MOST_SAVED:
             # The next step saves the rest.
@@ -238,7 +241,7 @@ class Victims:
         if len(new):
             # vLLM frees a request's last chunk first: save the first chunk first.
             chosen = first[new][::-1]
-            self._saved[chosen] = now[chosen]
+            self._saved[chosen] = now[chosen] + ~ready[new][::-1]
             rows = self._rows[chosen]
             keys = [self._keys[first_block] for first_block in chosen.tolist()]
             packed = rows.astype("<u4").tobytes(), now[rows].astype("<u8").tobytes()

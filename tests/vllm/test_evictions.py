@@ -178,3 +178,18 @@ def test_of_a_request_that_runs_the_first_chunk_is_the_last_to_leave_the_pool(
     for _ in range(2 * evictions.LOOK_PLANS):
         early += [number for number, _ in saved(engine, engine.step(), request)]
     assert early == [0, 1, 2, 3]
+
+
+def test_what_ends_before_it_is_published_is_saved_once_it_is(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker drops what it has not published, as the chunk that an answer has just completed."""
+    monkeypatch.setattr(evictions, "PUBLISHED_SECONDS", inf)
+    engine = make(lends=1 << 20)
+    request = engine.add(new_tokens(CHUNK - 3), max_tokens=9)
+    engine.finish(request)
+    first, others = engine.step(), [engine.step() for _ in range(2 * evictions.LOOK_PLANS)]
+    assert [saved(engine, meta, request) for meta in (first, *others)].count([]) == len(others)
+    monkeypatch.setattr(evictions, "PUBLISHED_SECONDS", 0.0)
+    again = [engine.step() for _ in range(2 * evictions.LOOK_PLANS)]
+    assert [number for meta in again for number, _ in saved(engine, meta, request)] == [0]
