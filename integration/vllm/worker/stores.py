@@ -89,7 +89,7 @@ class Stores:
         epoch: int,
         holds: Callable[[], bool],
     ) -> None:
-        """Store chunks out of `blocks`, which no request holds and vLLM may hand out at any time.
+        """Store published chunks out of `blocks`, which vLLM may hand out at any time.
 
         blocks: of all chunks, in order. epoch: of the chunks. holds: asked after the copy; False
         drops the chunks because a block was handed out meanwhile."""
