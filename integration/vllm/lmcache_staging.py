@@ -22,7 +22,8 @@ from .. import hooks
 log = logging.getLogger("vllm.vcache")
 
 MOST_STAGED = 4
-"""As many chunks as LMCache's kernel takes at once."""
+"""As many chunks as LMCache's kernel takes at once. It leaves out tokens of the first so many
+alone, so that it must not get more."""
 
 
 class Staged(torch.Tensor):

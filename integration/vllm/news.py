@@ -11,7 +11,7 @@ class ServerNews:
     """`hear` runs in any thread, for one answer at a time; the rest in the scheduler's thread."""
 
     def __init__(self, copies: bool) -> None:
-        """copies: the instance gives up chunks that others hold (see `evictions.Duplicates`)."""
+        """copies: the instance gives up chunks that others hold (see `duplicates.Duplicates`)."""
         self.epoch = 0
         """The namespace's epoch as of the last `learn`: of all that steps store, publish and
         promise."""

@@ -20,7 +20,7 @@ from vcache_backend.errors import MAX_LINE_CHARS, printable
 
 from .blocks import KVBlocks
 from .consumers import Unserved
-from .evictions import Duplicates, Victims
+from .duplicates import Duplicates
 from .instance import InstanceContext
 from .lookups import Lookups
 from .metadata import QUIET, MoreBlocks, StepMetadata, WorkerReport
@@ -33,6 +33,7 @@ from .resets import Resets
 from .stores import ROW, StorePlanner
 from .telemetry import traces
 from .telemetry.stats import Meter
+from .victims import Victims
 from .waits import AGAIN, MISS, LookupDecision, Waits
 
 log = logging.getLogger("vllm.vcache")

@@ -16,7 +16,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from vcache_backend.integration.vllm.blocks import KVBlocks
-from vcache_backend.integration.vllm.evictions import Duplicates
+from vcache_backend.integration.vllm.duplicates import Duplicates
 from vcache_backend.integration.vllm.news import ServerNews
 from vcache_backend.integration.vllm.publications import Publications
 from vcache_backend.integration.vllm.requests import DEFAULT, StoreState, Tracked

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vcache_backend.errors import ConfigError
 from vcache_backend.metadata_server.resets import ResetsFile
-from vcache_backend.protocol.sockets import OWN_FOLDER, folder_fault, listener
+from vcache_backend.protocol.sockets import advice, folder_fault, listener
 
 
 def beside(path: Path, suffix: str) -> Path:
@@ -50,8 +50,7 @@ class Endpoint:
                 )
                 self._bind(undo)
             except OSError as error:
-                advice = f"; {OWN_FOLDER}" if isinstance(error, PermissionError) else ""
-                said = f"server.socket: cannot use {path}: {error}{advice}"
+                said = f"server.socket: cannot use {path}: {error}{advice(error)}"
                 raise ConfigError(said) from error
             self._undo = undo.pop_all()
         self._fresh_until = 0.0
@@ -95,8 +94,8 @@ class Endpoint:
         except BlockingIOError:
             whose = f" (pid {pid})" if (pid := listener(self._path)) else ""
             what = f"another server already serves {self._path}{whose}"
-            advice = "end it, continue it if it is stopped, or name another path"
-            raise ConfigError(f"server.socket: {what}; {advice}") from None
+            how = "end it, continue it if it is stopped, or name another path"
+            raise ConfigError(f"server.socket: {what}; {how}") from None
         self.resets = ResetsFile(lock)
 
     def _make_way(self) -> None:

@@ -28,12 +28,13 @@ MAX_COMPARED = 16
 """The most namespaces of one model that are compared, and the most instances named for a value."""
 
 
+_FOLLOW = ("extra.shards", "kv_layout")
+"""Fields that follow from others."""
 _SEED = "start all instances with the same PYTHONHASHSEED (0 for example)"
-_FOLLOWS = "it follows from other settings, such as tp_size and the attention backend"
+_OTHERS = "it follows from other settings, such as tp_size and the attention backend"
 _ADVICE = {
     "extra.hash_root": f"{_SEED}, and the same hash algorithm",
-    "extra.shards": f"{_FOLLOWS}: give all instances the same",
-    "kv_layout": f"{_FOLLOWS}: give all instances the same",
+    **dict.fromkeys(_FOLLOW, f"{_OTHERS}: give all instances the same"),
 }
 """What to do about the fields that do not name a setting."""
 
@@ -128,8 +129,7 @@ def _mismatches(groups: list[list[Peer]]) -> list[m.Mismatch]:
     # These differ only with other fields, between the stages of one instance, or for people.
     apart = {"namespace", "pp_rank", "vllm"}
     names = {name for layout in layouts for name in layout} - apart
-    # What follows from other fields comes behind them.
-    for name in sorted(names, key=lambda name: (_FOLLOWS in _ADVICE.get(name, ""), name)):
+    for name in sorted(names, key=lambda name: (name in _FOLLOW, name)):
         holders = defaultdict[str, list[Peer]](list)
         for layout, group in zip(layouts, groups, strict=True):
             holders[layout.get(name, "")] += group[:MAX_COMPARED]

@@ -21,7 +21,7 @@ from vcache_backend.errors import ConfigError, ServerUnavailable
 from vcache_backend.metadata_server import processes
 from vcache_backend.metadata_server.endpoint import beside, make_folder
 from vcache_backend.protocol.client import Client
-from vcache_backend.protocol.sockets import OWN_FOLDER, listener
+from vcache_backend.protocol.sockets import advice, listener
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +49,7 @@ def ensure(config: Config, seconds: float = 30.0) -> str:
             make_folder(path)
             started = _start(config, path, deadline)
     except OSError as error:
-        advice = f"; {OWN_FOLDER}" if isinstance(error, PermissionError) else ""
-        said = f"server.socket: no server can be started at {path}: {error}{advice}"
+        said = f"server.socket: no server can be started at {path}: {error}{advice(error)}"
         raise ConfigError(said) from error
     return started or f"the metadata server at {path} is already running"
 

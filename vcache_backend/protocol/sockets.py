@@ -116,6 +116,11 @@ def listener(path: Path) -> int:
     return 0
 
 
+def advice(error: OSError) -> str:
+    """What to do about an error in a socket's folder, behind what it says; or empty."""
+    return f"; {OWN_FOLDER}" if isinstance(error, PermissionError) else ""
+
+
 def folder_fault(path: Path, trusted: Collection[int]) -> str:
     """Explain why a user outside of `trusted` could put a file at `path`, and what to do; or empty.
 

@@ -16,7 +16,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installe
 
 from vllm.v1.request import Request
 
-from vcache_backend.integration.vllm import evictions
+from vcache_backend.integration.vllm import victims
 from vcache_backend.integration.vllm.metadata import StepMetadata
 from vcache_backend.protocol.messages import ChunkKey
 
@@ -41,8 +41,8 @@ def saved(engine: Engine, meta: StepMetadata, request: Request) -> list[tuple[in
 
 def completed(engine: Engine) -> list[list[int]]:
     """The blocks of each chunk that steps complete from now on."""
-    victims, found = engine.half.victims, list[list[int]]()
-    plan = victims.plan
+    planner, found = engine.half.victims, list[list[int]]()
+    plan = planner.plan
 
     def planned(
         meta: StepMetadata,
@@ -53,7 +53,7 @@ def completed(engine: Engine) -> list[list[int]]:
             found.extend(blocks[at : at + EACH] for at in range(0, len(blocks), EACH))
         plan(meta, chunks, used)
 
-    victims.plan = planned
+    planner.plan = planned
     return found
 
 
@@ -80,6 +80,19 @@ def saved_before(engine: Engine, steps: int, ask: Callable[[int], None]) -> list
     return left
 
 
+def many(engine: Engine, requests: int, shortest: int) -> Callable[[int], None]:
+    """Keeps so many requests there, with prompts that are never asked again. shortest: tokens of
+    the shortest answer."""
+    choice = random.Random(5)
+
+    def ask(_: int) -> None:
+        while len(engine.scheduler.requests) < requests:
+            answer = choice.randrange(shortest, 60)
+            engine.add(new_tokens(choice.choice([2, 3, 4]) * CHUNK), answer)
+
+    return ask
+
+
 def test_without_a_pool_beside_it_nothing_is_saved(engine: Engine) -> None:
     engine.finish(engine.add(new_tokens(3 * CHUNK)))
     engine.step()
@@ -90,7 +103,7 @@ def test_what_may_be_used_again_is_saved_once_and_once_more_after_it_was_hit(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pool may have lost it by then. Beside a request that only runs on."""
-    monkeypatch.setattr(evictions, "PUBLISHED_SECONDS", inf)
+    monkeypatch.setattr(victims, "PUBLISHED_SECONDS", inf)
     engine = make(lends=1 << 20)
     engine.add(new_tokens(CHUNK + 3), max_tokens=CHUNK)
     chunks = completed(engine)
@@ -133,15 +146,9 @@ def test_while_requests_wait_for_blocks_chunks_are_saved_before_their_request_en
 ) -> None:
     """The blocks of a request that ends go to a waiting one in the next step, before a copy of
     them would be over."""
-    monkeypatch.setattr(evictions, "PUBLISHED_SECONDS", 0.0)
+    monkeypatch.setattr(victims, "PUBLISHED_SECONDS", 0.0)
     engine = make(blocks=65, arguments={"max_num_seqs": 32}, lends=1 << 20)
-    choice = random.Random(5)
-
-    def ask(_: int) -> None:
-        while len(engine.scheduler.requests) < 20:
-            engine.add(new_tokens(choice.choice([2, 3, 4]) * CHUNK), choice.randrange(30, 60))
-
-    left = saved_before(engine, 400, ask)
+    left = saved_before(engine, 400, many(engine, 20, 30))
     assert len(left) > 150
     assert left.count(0) + left.count(1) < len(left) // 10
 
@@ -150,18 +157,12 @@ def test_an_old_request_that_goes_on_for_long_keeps_no_others_from_being_saved(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two have as many blocks as three times what is examined."""
-    monkeypatch.setattr(evictions, "PUBLISHED_SECONDS", 0.0)
+    monkeypatch.setattr(victims, "PUBLISHED_SECONDS", 0.0)
     more = {"max_num_seqs": 64, "max_num_batched_tokens": 128, "max_model_len": 4000}
     engine = make(blocks=257, arguments=more, lends=1 << 20)
-    choice = random.Random(5)
     for _ in range(2):
         engine.add(new_tokens(25 * CHUNK), max_tokens=2000)
-
-    def ask(_: int) -> None:
-        while len(engine.scheduler.requests) < 50:
-            engine.add(new_tokens(choice.choice([2, 3, 4]) * CHUNK), choice.randrange(40, 60))
-
-    left = saved_before(engine, 400, ask)
+    left = saved_before(engine, 400, many(engine, 50, 40))
     assert len(left) > 300
     assert left.count(0) + left.count(1) < len(left) // 8
 
@@ -171,11 +172,11 @@ def test_of_a_request_that_runs_the_first_chunk_is_the_last_to_leave_the_pool(
 ) -> None:
     """The server takes the first chunk of a commit for the most recent one. Without it nobody
     finds the others."""
-    monkeypatch.setattr(evictions, "PUBLISHED_SECONDS", 0.0)
+    monkeypatch.setattr(victims, "PUBLISHED_SECONDS", 0.0)
     engine = make(lends=1 << 20)
     request = engine.add(new_tokens(4 * CHUNK + 5), max_tokens=CHUNK)
     early = list[int]()
-    for _ in range(2 * evictions.LOOK_PLANS):
+    for _ in range(2 * victims.LOOK_PLANS):
         early += [number for number, _ in saved(engine, engine.step(), request)]
     assert early == [0, 1, 2, 3]
 
@@ -184,12 +185,12 @@ def test_what_ends_before_it_is_published_is_saved_once_it_is(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker drops what it has not published, as the chunk that an answer has just completed."""
-    monkeypatch.setattr(evictions, "PUBLISHED_SECONDS", inf)
+    monkeypatch.setattr(victims, "PUBLISHED_SECONDS", inf)
     engine = make(lends=1 << 20)
     request = engine.add(new_tokens(CHUNK - 3), max_tokens=9)
     engine.finish(request)
-    first, others = engine.step(), [engine.step() for _ in range(2 * evictions.LOOK_PLANS)]
+    first, others = engine.step(), [engine.step() for _ in range(2 * victims.LOOK_PLANS)]
     assert [saved(engine, meta, request) for meta in (first, *others)].count([]) == len(others)
-    monkeypatch.setattr(evictions, "PUBLISHED_SECONDS", 0.0)
-    again = [engine.step() for _ in range(2 * evictions.LOOK_PLANS)]
+    monkeypatch.setattr(victims, "PUBLISHED_SECONDS", 0.0)
+    again = [engine.step() for _ in range(2 * victims.LOOK_PLANS)]
     assert [number for meta in again for number, _ in saved(engine, meta, request)] == [0]
