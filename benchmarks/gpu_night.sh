@@ -11,6 +11,7 @@
 #
 #   tests    pytest -m gpu                                                                          3 minutes
 #   equal    200 hits each in place, through a pool and through LMCache beside each other, with their control   6 minutes; WAYS=in_place: that alone
+#            WAYS=saved: in place, hits out of the pool in host memory                             5 minutes on one GPU
 #   speed    in place and through a pool: async_ttft, the scheduler's time, misses                  7 minutes; nothing beside it
 #            PARTS=scheduler WAYS=pool: of one alone, 3 minutes; with CUDA_VISIBLE_DEVICES=0 on one GPU
 #   prove    vcache prove, in place and through a pool                                              2 minutes on one GPU
@@ -170,6 +171,7 @@ equal() {
   local parts=agreeing,sensitive,equal ways=${WAYS:-in_place pool lmcache}
   [[ $ways != *in_place* ]] || ttft equal_in_place 500 agreeing,sensitive,flipped,equal "${in_place[@]}" --scale beside &
   [[ $ways != *pool* ]] || ttft equal_pool 500 $parts --integration vllm --scale beside &
+  [[ $ways != *saved* ]] || ttft equal_saved 500 $parts --integration saved --scale beside &
   [[ $ways != *lmcache* ]] || ttft equal_lmcache 500 $parts --integration lmcache --scale beside &
   wait
 }

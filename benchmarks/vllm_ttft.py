@@ -1,12 +1,12 @@
 """Are hits of real vLLM instances that share KV on two GPUs right, and how fast are they?
 
-    python3 -m benchmarks.vllm_ttft --out FILE [--integration lmcache|vllm|inplace|both|behind]
-                                    [--only PART,...] [--scale full|beside|tiny]
+    python3 -m benchmarks.vllm_ttft --out FILE [--only PART,...] [--scale full|beside|tiny]
+                                    [--integration lmcache|vllm|inplace|saved|both|behind]
 
 `--integration`: through LMCache and the plugin, through our own connector and a pool, or in place:
-with the same, out of vLLM's own KV cache, without a pool; `both`: in place beside LMCache's server;
-`behind`: out of LMCache's server, beside us. It needs vLLM, and LMCache for all but `vllm` and
-`inplace`.
+with the same, out of vLLM's own KV cache, without a pool; `saved`: in place, out of a pool in host
+memory that keeps what KV caches lose; `both`: in place beside LMCache's server; `behind`: out of
+LMCache's server, beside us. It needs vLLM, and LMCache for all but `vllm`, `inplace` and `saved`.
 Part `decode` wants one GPU, and `--kv-gib 6`.
 The model has the shape of Llama-3.1-8B and dummy weights, so nothing is downloaded. Parts run in
 the order of `--only`. Each writes its rows as soon as it has them, and the others go on if one
@@ -31,7 +31,7 @@ from .vllm.parts.scheduling import ARMS
 
 OURS = ("vllm", "inplace")
 BESIDE = "both", "behind"
-ALL = ("lmcache", *OURS, *BESIDE)
+ALL = ("lmcache", *OURS, "saved", *BESIDE)
 
 
 class Part(NamedTuple):
@@ -119,8 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 made.clock.check(5)
                 run = Run(fleet, made.clock, prompts, options.rounds, part.kind)
                 made.add(part.run(run))
-                if fleet.in_place:
-                    made.add([fleet.copied()])
+                made.add(fleet.strayed())
     return made.end()
 
 

@@ -21,7 +21,7 @@ import msgspec
 
 from vcache_backend.children import Child, ChildFailed, module, until
 from vcache_backend.protocol.client import Client
-from vcache_backend.prove.comparison import Prompts
+from vcache_backend.prove.comparison import OWN, Prompts, ask
 
 from ..processes import PATIENT, free_ports, metadata_server
 from ..results import Clock, Row, none
@@ -53,19 +53,25 @@ class Fleet:
     folder: for logs and settings. cache: for vLLM's compiled code and the models, kept for the next
     run. more: settings of vcache, by `SECTION.KEY`. way: `lmcache`, vcache as a plugin under
     LMCacheConnectorV1; `vllm`, our own connector; `inplace`, the same, but nobody lends to the
-    pool, and others read vLLM's own KV cache; `both`, that beside LMCache's server; or `behind`,
-    beside it, but hits come from LMCache. Rows begin with it."""
+    pool, and others read vLLM's own KV cache; `saved`, in place with a pool in host memory, out of
+    which hits come; `both`, in place beside LMCache's server; or `behind`, beside it, but hits come
+    from LMCache. Rows begin with it."""
 
     def __init__(
         self, scale: Scale, folder: Path, cache: Path, more: dict[str, str], way: str
     ) -> None:
         self.rows, self.lmcache, self.in_place = way, way == "lmcache", way in ("inplace", "both")
         self.scale, self._behind, self._ports = scale, way == "behind", list[int]()
+        self._saved = way == "saved"
         if self.in_place or self._behind:
             self.scale = msgspec.structs.replace(scale, pool_bytes=0)
+        if self.in_place or self._behind or self._saved:
             # Hits of a block count, too.
             more = {"connector.share": "in_place", "connector.min_hit_tokens": "1", **more}
+        if self._saved:
+            more = {"pool.device": "host", **more}
         self.folder, self.cache, self.more = folder, cache, more
+        self._soil = Prompts(scale.vocabulary, scale.chunk, scale.block, seed=-1)
         self._children: dict[str, Child] = {}
         self._failed: dict[str, str] = {}
         self._waiting: dict[str, float] = {}
@@ -225,8 +231,18 @@ class Fleet:
             found = until(lambda: self.pool.stats().chunks >= due, 5.0, 0.005)
         else:
             found = self.instance(writer).ask("told", ANSWER_SECONDS)
+        if self._saved:
+            # Of a prompt that begins like an earlier one the pool has some chunks already.
+            self._overwrite(writer)
         if not found:
             print(f"  {writer}: not all of a prompt can be found", flush=True)
+
+    def _overwrite(self, name: str) -> None:
+        """Overwrite an instance's whole KV cache, so that only the pool has what was there."""
+        child, length = self.instance(name), min(self.scale.lengths.values())
+        for _ in range(self.scale.kv_bytes // self.scale.token_bytes // length + 1):
+            ask(child, self._soil.new(length), 1, extra_args=OWN)
+        child.ask("told", ANSWER_SECONDS)
 
     def make_room(self, tokens: int) -> None:
         """Empty the pool if so many tokens would make it evict: later chunks would lie on the
@@ -237,14 +253,28 @@ class Fleet:
         if not self.in_place and needed > 0.8 * scale.pool_bytes:
             self.pool.clear()
 
-    def copied(self) -> Row:
-        """In place: a row for the chunks and segments of the pool, of which there must be none."""
+    def strayed(self) -> list[Row]:
+        """Rows for what must not happen: in place, that something lies in a pool; of `saved`, that
+        a byte came out of another instance's KV cache.
+        """
+        if self._saved:
+            # Instances report from time to time.
+            until(lambda: any(read.nbytes for read in self.pool.stats().reads), 5.0)
         stats = self.pool.stats()
-        held = [f"{each.resident} in {each.id[:8]} on {each.device}" for each in stats.instances]
-        what = "segments of the pool, and chunks copied into it: stores move no byte"
-        what += f"; resident chunks: {', '.join(held) or 'none'}"
-        count = stats.chunks + len(stats.segments)
-        return none(f"{self.rows}_pooled_chunks", "chunks", count, what)
+        if self.in_place:
+            held = [
+                f"{each.resident} in {each.id[:8]} on {each.device}" for each in stats.instances
+            ]
+            what = "segments of the pool, and chunks copied into it: stores move no byte"
+            what += f"; resident chunks: {', '.join(held) or 'none'}"
+            count = stats.chunks + len(stats.segments)
+            return [none(f"{self.rows}_pooled_chunks", "chunks", count, what)]
+        if not self._saved:
+            return []
+        pooled = sum(read.nbytes for read in stats.reads if read.instance == "pool")
+        count = sum(read.nbytes for read in stats.reads) - pooled
+        what = f"read out of other instances' KV caches; out of the pool: {pooled:,} bytes"
+        return [none(f"{self.rows}_read_in_place", "bytes", count, what)]
 
     def _environment(self, name: str, spec: Spec) -> dict[str, str]:
         kind, given = KINDS[spec.kind], environment(self.scale.cpu, self.cache)
