@@ -42,9 +42,11 @@ class Transfers:
     """What LMCache's worker copies. It registers with its server at the start, and again, in
     another thread, once a server has been restarted: then what is under way ends."""
 
-    def __init__(self, connector: Any) -> None:
-        """connector: LMCache's, which is changed, and its adapter. Raises hooks.Changed."""
-        self._adapter = adapter = connector.worker_adapter
+    def __init__(self, connector: Any, loads_wait: Callable[[], bool]) -> None:
+        """connector: LMCache's, which is changed, and its adapter. loads_wait: see
+        `VCacheConnector`. Raises hooks.Changed."""
+        self._adapter, self._loads_wait = connector.worker_adapter, loads_wait
+        adapter = self._adapter
         self._under_way: list[LMCacheLoad] = []
         """All that LMCache awaits. Changed in vLLM's thread only."""
         self._loads: LMCacheLoads | None = None
@@ -94,7 +96,7 @@ class Transfers:
 
     def _take_over(self, context: Any) -> None:
         try:
-            self._loads = LMCacheLoads(self._adapter, context, self._under_way)
+            self._loads = LMCacheLoads(self._adapter, context, self._under_way, self._loads_wait)
             from lmcache.v1.multiprocess.transfer_context import async_engine_driven
 
             stage_stores(async_engine_driven)
@@ -190,13 +192,19 @@ class LMCacheLoad:
 class LMCacheLoads:
     """The loads through one server's memory, one after the other, in a thread of their own."""
 
-    def __init__(self, adapter: Any, context: Any, under_way: list[LMCacheLoad]) -> None:
-        """context: copies through the server's memory. under_way: where loads are noted. Raises
-        hooks.Changed."""
+    def __init__(
+        self,
+        adapter: Any,
+        context: Any,
+        under_way: list[LMCacheLoad],
+        waits: Callable[[], bool],
+    ) -> None:
+        """context: copies through the server's memory. under_way: where loads are noted. waits:
+        whether a load that begins now waits for the work launched so far. Raises hooks.Changed."""
         from lmcache.v1.multiprocess.futures import MessagingFuture
         from lmcache.v1.multiprocess.transfer_context.base import scatter_cpu_to_paged_kv as scatter
 
-        self._adapter, self._under_way = adapter, under_way
+        self._adapter, self._under_way, self._waits = adapter, under_way, waits
         self._context: Any = context
         """None once no more loads begin."""
         self._future, self._scatter = MessagingFuture, scatter
@@ -228,10 +236,10 @@ class LMCacheLoads:
             device = next(iter(given["kv_caches"].values())).device
             before = None
             if device.type == "cuda":
-                # An earlier step may still write to the blocks.
                 self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-                before = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                before.record()
+                if self._waits():
+                    before = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    before.record()
             self._under_way.append(load)
             self._outbox.after(at_once, lambda: self._run(load, given, before))
             if self._context is None:
@@ -280,13 +288,15 @@ class LMCacheLoads:
 
     @contextmanager
     def _after(self, before: Any) -> Iterator[None]:
-        """On a GPU: a context whose copies begin after the event, and are over when it ends."""
-        if before is None:
+        """On a GPU: a context whose copies begin after the event, if any, and are over when it
+        ends."""
+        if self._stream is None:
             yield
             return
         # Left on GPU 0, as any new thread is, a rank of another GPU would take memory there.
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
-            self._stream.wait_event(before)
+            if before is not None:
+                self._stream.wait_event(before)
             try:
                 yield
             finally:

@@ -338,6 +338,11 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         self._thread = threading.get_ident()
         self._worker.begin(meta)
 
+    @property
+    def loads_wait(self) -> bool:
+        """Whether another connector's loads of this step must wait, too: see `Loads.waits`."""
+        return bool(self.off or self._worker.loads.waits)
+
     def has_connector_metadata(self) -> bool:
         """False, so that vLLM leaves out the two calls for each layer below, which do nothing."""
         return False

@@ -92,7 +92,7 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
         ours, *others = self._connectors
         if plans:
             ours.open_nothing()
-        self._ours, self._others = ours, [Guarded(one) for one in others]
+        self._ours, self._others = ours, [Guarded(one, lambda: ours.loads_wait) for one in others]
         self._connectors = [ours, *self._others]
         if getattr(ours, "in_place", False) and any(map(maps, others)):
             raise ConfigError(

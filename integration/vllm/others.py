@@ -33,7 +33,8 @@ class Guarded:
     more. In the thread of its half of vLLM. off_at: since when (time.monotonic); 0: it is in
     use."""
 
-    def __init__(self, connector: Any) -> None:
+    def __init__(self, connector: Any, loads_wait: Callable[[], bool] = lambda: True) -> None:
+        """loads_wait: see `VCacheConnector`."""
         self._it, self.name, self.off_at = connector, type(connector).__name__, 0.0
         self.tracks = hasattr(connector, "request_trackers")
         """LMCache's: notes each request's blocks, and keeps what a look-up has found from eviction
@@ -41,7 +42,7 @@ class Guarded:
         self._transfers: Transfers | None = None
         try:
             if getattr(connector, "worker_adapter", None):
-                self._transfers = Transfers(connector)
+                self._transfers = Transfers(connector, loads_wait)
         except hooks.Changed as error:
             self.fail(str(error))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import eventually
+from processes import SECONDS, eventually
 
 pytest.importorskip("vllm.distributed.kv_transfer", reason="vLLM is not installed")
 pytest.importorskip("lmcache.v1.multiprocess.transfer_context.shm", reason="no LMCache")
@@ -42,11 +42,11 @@ class Adapter:
         self.instance_id, self.left = 7, list[int]()
         self.retrieve_futures: dict[str, Any] = {}
         self.error_block_ids = set[int]()
-        self.is_healthy = True
+        self.is_healthy = self.waits = True
         self.transfer_ctx: Any = None
         self.cache = {"layer": torch.zeros(2, 1, 1, 1, 1)}
         connector = SimpleNamespace(worker_adapter=self, unregister_kv_caches=lambda: None)
-        self.child = Guarded(connector)
+        self.child = Guarded(connector, lambda: self.waits)
 
     def registers(self, context: Any) -> None:
         self._send_register_kv_caches_request(self.cache, context)
@@ -282,6 +282,29 @@ def test_chunks_go_by_way_of_the_gpus_memory(
         assert torch.equal(cache[blocks[11:]], caches[layer][blocks[11:]])
         assert not cache[blocks[:11]].any()
     assert caplog.text.count("not free") == (memory == "none left")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_load_waits_for_the_steps_under_way_only_if_one_may_use_its_blocks(waits: bool) -> None:
+    """A step is under way that takes a second or two."""
+    caches, blocks, right = stored("cuda")
+    adapter, empty = Adapter(), {name: torch.zeros_like(cache) for name, cache in caches.items()}
+    adapter.waits = waits
+    server = SimpleNamespace(prepare_retrieve=lambda *_: right, commit_retrieve=lambda *_: None)
+    adapter.registers(server)
+    submit = adapter.transfer_ctx.submit_retrieve
+    assert submit("kernels are compiled", None, empty, [blocks], None, 2).result(SECONDS)
+    for cache in empty.values():
+        cache.zero_()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(3_000_000_000)
+    step = torch.cuda.Event()
+    step.record()
+    assert submit("one", None, empty, [blocks], None, 2).result(SECONDS)
+    assert step.query() == waits
+    for layer, cache in empty.items():
+        assert torch.equal(cache[blocks], caches[layer][blocks])
 
 
 def test_a_store_is_refused_room_for_too_few_chunks() -> None:

@@ -203,18 +203,16 @@ def test_what_vllm_knows_from_0_33_on_is_refused_before(
 
 
 def test_a_load_begins_at_once_if_no_step_can_touch_its_blocks() -> None:
-    """A draft's last kernels come after its step's tokens. Stores read blocks behind a step. With
-    states a step clears the blocks that it hands out, those of its loads included."""
-    shares, lends = (from_dict({**IN_PLACE, "pool": {"segment_bytes": n}}) for n in (0, GIB))
+    """A draft's last kernels come after its step's tokens. With states a step clears the blocks
+    that it hands out, those of its loads included. Stores: test_stores."""
     drafts = vllm_config(speculative_config=SimpleNamespace(method="ngram"))
-    assert compat.loads_at_once(vllm_config(), tables(0), shares)
-    assert not compat.loads_at_once(vllm_config(), tables(0), lends)
-    assert not compat.loads_at_once(drafts, tables(0), shares)
+    assert compat.loads_at_once(vllm_config(), tables(0))
+    assert not compat.loads_at_once(drafts, tables(0))
     states = Tables([full(), state()], None).config(400)
     assert states.needs_kv_cache_zeroing
     # A step under way may read blocks that its window has passed.
     for several in (tables(33), tables(33, 0), states):
-        assert not compat.loads_at_once(vllm_config(), several, shares)
+        assert not compat.loads_at_once(vllm_config(), several)
 
 
 # ---- the model, with its tables

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +24,37 @@ from vcache_backend.integration.vllm.worker.loads import Loads
 from vcache_backend.integration.vllm.worker.stores import Attached, Stores
 from vcache_backend.protocol.messages import HASH_BYTES
 from vcache_backend.transfer.session import Session
-from vcache_backend.vram_pool.copies.copier import Completion, CopyJob, Mark
+from vcache_backend.vram_pool.copies.copier import Completion, CopyJob, Finished, Mark
 
 FIRST, SECOND = [3, 4], [7, 8]
 CHUNKS = [Chunks(bytes([number]) * 8, bytes([number]) * HASH_BYTES) for number in range(3)]
 
 
+@dataclass(frozen=True)
+class Behind(Finished):
+    """A mark. stores: those that the model's stream waited for before it."""
+
+    stores: tuple[int, ...] = ()
+
+
 class Copier(UnfinishedCopier):
-    """Each store ends when the test says so. fenced: the stores that were waited for, by number."""
+    """Each store ends when the test says so. fenced: the stores that were waited for, by number.
+    after: of each load's copy, the stores that it waits for, as for all work launched before;
+    None: it waits for nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.copies: list[Completion] = []
         self.ends: list[threading.Event] = []
         self.fenced: list[int] = []
+        self.after: list[tuple[int, ...] | None] = []
+
+    def mark(self) -> Mark:
+        return Behind(0.0, tuple(self.fenced))
 
     def copy(self, job: CopyJob, after: Mark | None = None) -> Completion:
         if not job.to_origin:
+            self.after.append(after.stores if isinstance(after, Behind) else None)
             return super().copy(job, after)
         self.finished = threading.Event()
         self.ends.append(self.finished)
@@ -77,11 +92,15 @@ class Worker:
     def store(self, blocks: list[int], number: int) -> None:
         self.stores.start(self.attached, [StoreSpec(CHUNKS[number], blocks)])
 
-    def loads(self, *specs: LoadSpec, ends: tuple[str, str] = ("", "")) -> Loads:
-        """These loads, which begin once the stores are over. ends: see `StepMetadata`."""
+    def settle(self) -> None:
+        """The stores are over."""
         for end in self.copier.ends:
             end.set()
         assert self.session.flush(SECONDS)
+
+    def loads(self, *specs: LoadSpec, ends: tuple[str, str] = ("", "")) -> Loads:
+        """These loads, which begin once the stores are over. ends: see `StepMetadata`."""
+        self.settle()
         loads = Loads(0, self.stores, Meter())
         loads.begin(self.attached, StepMetadata(list(specs), ends=ends))
         return loads
@@ -116,6 +135,27 @@ def test_the_next_owner_of_a_block_waits_for_the_store_that_reads_it(worker: Wor
     assert worker.step([3]) == [0]
     worker.copier.ends[0].set()
     assert worker.step([3]) == []
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_load_waits_for_the_stores_that_read_its_blocks(worker: Worker, at_once: bool) -> None:
+    """And else for the steps under way, or for nothing."""
+    worker.settle()
+    worker.store([5, 6], 2)
+    loads = Loads(0, worker.stores, Meter(), at_once=at_once)
+
+    def load(*blocks: int) -> None:
+        worker.copier.fenced.clear()
+        spec = LoadSpec("r", CHUNKS[0], [*blocks], number=len(worker.copier.after) + 1)
+        loads.begin(worker.attached, StepMetadata([spec], fresh=[[*blocks]]))
+        eventually(lambda: loads.ends(idle=False).over == {"r"})
+
+    load(1, 2)
+    load(6, 9)
+    worker.settle()
+    load(6, 9)
+    nothing = None if at_once else ()
+    assert worker.copier.after == [nothing, (2,), nothing]
 
 
 def test_what_a_reset_has_made_old_is_not_stored(worker: Worker, here: Node) -> None:

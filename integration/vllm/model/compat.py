@@ -11,8 +11,6 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 
-from vcache_backend.config import Config
-
 from . import groups
 
 # ---- what differs
@@ -63,16 +61,15 @@ def hash_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
     return int(kv_cache_utils.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
-def loads_at_once(vllm_config: Any, kv_cache_config: Any, settings: Config) -> bool:
-    """Whether a load may begin during the steps under way, since no step can use its blocks.
+def loads_at_once(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Whether a load may begin during the steps under way, since none of them can use its blocks.
 
     vLLM 0.31 and later hold back the blocks of an ended request until no step under way can write
     to them (`Scheduler.defer_block_free`). But a draft model's last kernels may still run then, a
-    pool's stores read blocks after a step, a step may zero blocks, and blocks that a window has
-    passed are handed out at once, though a step under way may still read them."""
-    shares = settings.connector.share == "in_place" and not settings.pool.lent
+    step may zero blocks, and blocks that a window has passed are handed out at once, though a step
+    under way may still read them."""
     plain = not groups.several(kv_cache_config) and not clears(kv_cache_config)
-    return shares and plain and vllm_config.speculative_config is None
+    return plain and vllm_config.speculative_config is None
 
 
 def publishes_events(vllm_config: Any) -> bool:

@@ -106,10 +106,14 @@ class Loads:
         publish: Callable[[PublicationSpec], None] = lambda _: None,
     ) -> None:
         """number: of this worker among all workers. at_once: loads do not wait for the steps under
-        way (`compat.loads_at_once`). several: report failed loads by request, since with several
-        block tables vLLM cannot tell which request owns a block. traced: vLLM traces. publish:
-        called with the publication of a load that has proved all its blocks."""
+        way (`compat.loads_at_once`), unless a store reads their blocks. several: report failed
+        loads by request, since with several block tables vLLM cannot tell which request owns a
+        block. traced: vLLM traces. publish: called with the publication of a load that has proved
+        all its blocks."""
         self.at_once, self.by_request = at_once, several
+        self.waits = True
+        """Loads of this step begin behind all work launched so far: a step under way may use their
+        blocks, or a store reads them."""
         self.failed = set[str]()
         """Requests with failed loads, for the worker's report, which takes them."""
         self.spans: list[LoadSpan] = []
@@ -130,11 +134,14 @@ class Loads:
         return bool(self._under_way or self._over or self.failed or self.spans)
 
     def begin(self, worker: Attached | None, meta: StepMetadata) -> None:
-        """Begin the loads of a step. Cancel earlier loads whose requests have ended. worker: None
-        while vLLM sleeps: the loads fail."""
+        """Begin the loads of a step, and make its work wait for stores that read blocks with a new
+        owner. Cancel earlier loads whose requests have ended. worker: None while vLLM sleeps: the
+        loads fail."""
+        fenced = worker is not None and self._stores.fence(worker, meta)
+        self.waits = fenced or not self.at_once
         if meta.loads:
             self._ends.open(meta.ends)
-            mark = worker.session.copier.mark() if worker and not self.at_once else NOTHING
+            mark = worker.session.copier.mark() if worker and self.waits else NOTHING
             for spec in meta.loads:
                 if worker is None:
                     self._end(spec, None)

@@ -52,13 +52,16 @@ class Stores:
         """Whether a copy was under way at the last `fence`, or has begun since."""
         return bool(self._under_way)
 
-    def fence(self, worker: Attached, meta: StepMetadata) -> None:
+    def fence(self, worker: Attached, meta: StepMetadata) -> bool:
         """Make this step's work wait, on the device, for stores that read a block with a new
-        owner."""
+        owner. Whether there are such stores."""
         self._under_way = [store for store in self._under_way if not _over(store[0])]
+        fenced = False
         for copy, read in self._under_way:
             if any(not read.isdisjoint(blocks) for blocks in meta.fresh):
                 worker.session.copier.fence(copy)
+                fenced = True
+        return fenced
 
     def start(self, worker: Attached, stores: Sequence[StoreSpec]) -> None:
         """Store the chunks that the step completes. The step's whole model run must be queued."""

@@ -84,7 +84,7 @@ class VCacheWorker:
             self._number,
             self.stores,
             meter,
-            at_once=compat.loads_at_once(vllm_config, kv_cache_config, self._config),
+            at_once=compat.loads_at_once(vllm_config, kv_cache_config),
             several=groups.several(kv_cache_config),
             traced=traces.wanted(vllm_config),
             publish=self._publish_loaded,
@@ -156,10 +156,8 @@ class VCacheWorker:
         self._introduce |= meta.introduce
         self._echoes |= meta.echoes
         worker = self._worker
-        if worker is not None:
-            if meta.instance and self.in_place is not None:
-                self.in_place.show(worker.session, InstanceId(meta.instance))
-            self.stores.fence(worker, meta)
+        if worker is not None and meta.instance and self.in_place is not None:
+            self.in_place.show(worker.session, InstanceId(meta.instance))
         self.loads.begin(worker, meta)
 
     def store(self) -> None:
