@@ -278,6 +278,7 @@ EQUAL = {
         "vllm": "7c262837",
         "lmcache": "9695bb3f",
     },
+    "the same, in place, out of its host pool": {"saved": "fbc437b7"},
     "the same, beside LMCache's server": {"both": "b360ac15", "behind": "b360ac15"},
     "fp8": {"inplace_fp8": "9a3182d1", "vllm_fp8": "f4151d0b"},
     "n-gram drafts": {"inplace_ngram": "9a3182d1", "vllm_ngram": "f4151d0b"},
@@ -294,8 +295,9 @@ EQUAL = {
     "pipeline parallel, two ranks": {"inplace_pp2": "1fdf8d4a", "vllm_pp2": "bc25377"},
 }
 """The commit by the case, without what it measures."""
-BESIDE = {"both": "inplace", "behind": "lmcache"}
-"""The column of a hit that `VCacheMultiConnector` has from vcache, or from LMCache."""
+BESIDE = {"both": "inplace", "behind": "lmcache", "saved": "vllm"}
+"""The column of a hit that `VCacheMultiConnector` has from vcache, or from LMCache; and of one that
+an instance in place has out of a pool."""
 
 
 def equality() -> str:
