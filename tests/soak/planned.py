@@ -34,6 +34,7 @@ from vcache_backend.integration.vllm.metadata import (
 from vcache_backend.protocol.messages import HASH_BYTES, ResidentRun
 from vcache_backend.transfer.keys import tail_hash
 
+from .ahead import Ahead
 from .scheduling import Instance, Place, Tables, full, local, serving, state, window
 
 MODELS = {
@@ -411,6 +412,13 @@ def main(seconds: float, seed: int) -> int:
                         seen += made.run(TURNS)
                     except AssertionError as error:
                         wrong.append(f"{model}, run {run} of seed {seed}: {error}")
+            for share in ("pool", "in_place"):
+                with ExitStack() as ends:
+                    ahead = Ahead(where, ends, share, f"{seed} {run}")
+                    try:
+                        seen += ahead.run(TURNS)
+                    except AssertionError as error:
+                        wrong.append(f"ahead, {share}, run {run} of seed {seed}: {error}")
             print(f"{run}: {dict(seen)}", file=sys.stderr)
             if time.monotonic() > until:
                 break

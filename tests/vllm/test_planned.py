@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from random import choices
+from typing import Any
 
 import pytest
 from processes import start_server
@@ -14,6 +15,7 @@ from vllm_cases import needs_vllm
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="vLLM is not installed")
 
+from soak.ahead import Ahead
 from soak.hits import KINDS, measured
 from soak.planned import MODELS, ROLES, Planned, caught
 from soak.scheduling import Instance, Place, Tables, full, place, state, window
@@ -154,3 +156,37 @@ def test_what_is_published_and_loaded_is_right_whatever_happens(where: Place, mo
 
 def test_it_is_seen_where_loads_of_changed_blocks_count(where: Place) -> None:
     assert caught(where, "mixed", "7")
+
+
+@pytest.mark.parametrize("share", ["pool", "in_place"])
+def test_a_load_that_begins_at_once_disturbs_no_step_and_no_store(where: Place, share: str) -> None:
+    """vLLM holds back what a step under way uses, and who stores hears of what has a new owner."""
+    seen, due = Counter[str](), ["loads behind steps", "loads over stores", "others' loads"]
+    due += ["failed", "preempted", "aborted loads"]
+    for run in range(8):
+        with ExitStack() as undo:
+            seen += Ahead(where, undo, share, f"{7 + run}").run(TURNS)
+    assert min(seen[what] for what in due) > 0, seen
+
+
+@pytest.mark.parametrize(
+    ("lacks", "seen"), [("holding back", "a step under way uses"), ("fresh", "no step waits")]
+)
+def test_it_is_seen_where_a_load_disturbs_a_step_or_a_store(
+    where: Place, lacks: str, seen: str
+) -> None:
+    def forgetful(describe: Any) -> Any:
+        def call(output: Any) -> Any:
+            (meta := describe(output)).fresh = []
+            return meta
+
+        return call
+
+    with pytest.raises(AssertionError, match=seen), ExitStack() as undo:
+        for run in range(5):
+            made = Ahead(where, undo, "pool", f"{7 + run}")
+            if lacks == "fresh":
+                made.half.describe = forgetful(made.half.describe)
+            else:
+                made.scheduler.defer_block_free = False
+            made.run(TURNS)
