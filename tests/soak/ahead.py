@@ -79,12 +79,24 @@ class Ahead(Planned):
         self.heads = [self.some(400) for _ in range(4)]
         self.others = dict[str, int]()
         """What another connector loads: from which token on, by request."""
-        self.manager, connector = self.scheduler.kv_cache_manager, self.scheduler.connector
+        self.manager = self.scheduler.kv_cache_manager
+        self.bring()
+        allocate = self.manager.allocate_slots
+
+        def scarce(request: Any, *given: Any, **more: Any) -> Any:
+            runs = request.status == RequestStatus.RUNNING and len(self.scheduler.running) > 1
+            lacks = runs and self.choice.random() < 0.1
+            return None if lacks else allocate(request, *given, **more)
+
+        self.manager.allocate_slots = scarce
+
+    def bring(self) -> None:
+        """Another connector has something of some requests, as VCacheMultiConnector has it."""
+        connector: Any = self.scheduler.connector
         matched, allocated = (
             connector.get_num_new_matched_tokens,
             connector.update_state_after_alloc,
         )
-        allocate = self.manager.allocate_slots
 
         def or_others(request: Any, local: int) -> Any:
             found, most = matched(request, local), (request.num_tokens - 1 - local) // BLOCK
@@ -97,14 +109,8 @@ class Ahead(Planned):
         def ours(request: Any, blocks: Any, external: int) -> None:
             allocated(request, blocks, 0 if request.request_id in self.others else external)
 
-        def scarce(request: Any, *given: Any, **more: Any) -> Any:
-            runs = request.status == RequestStatus.RUNNING and len(self.scheduler.running) > 1
-            lacks = runs and self.choice.random() < 0.1
-            return None if lacks else allocate(request, *given, **more)
-
         connector.get_num_new_matched_tokens = or_others
         connector.update_state_after_alloc = ours
-        self.manager.allocate_slots = scarce
 
     def lend(self, undo: ExitStack) -> None:
         name, memory = SegmentId(f"ahead-{next(_numbers)}"), host_memory.allocate("a", POOL_BYTES)

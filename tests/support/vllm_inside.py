@@ -314,6 +314,10 @@ class Serving:
             found.append(adapter.is_healthy)
         return found
 
+    def lmcache_waits(self) -> bool:
+        """Whether a load of LMCache's, beside ours, would wait for the steps under way on a GPU."""
+        return bool(get_kv_transfer_group()._others[0]._transfers._loads_wait())
+
     def hurry_lmcache(self, seconds: float) -> None:
         """Its connector beside ours waits no longer for an answer of its server."""
         for adapter in self._lmcache():

@@ -168,8 +168,8 @@ def test_one_that_dies_leaves_the_other(beside: Beside, quick: Node) -> None:
 
 
 def test_a_load_of_lmcaches_holds_up_no_step(beside: Beside, quick: Node) -> None:
-    """Nor does its look-up cost one. And nothing is written to blocks that are somebody else's, once
-    its server is gone."""
+    """Nor does its look-up cost one, and it waits for none. And nothing is written to blocks that
+    are somebody else's, once its server is gone."""
     a, tokens, other = quick.a, new_tokens(TOKENS), new_tokens(BLOCK)
     right = quick.aside.run(Prompt(tokens), Prompt(other))
     a.ask("patience", SECONDS, SECONDS)
@@ -184,6 +184,7 @@ def test_a_load_of_lmcaches_holds_up_no_step(beside: Beside, quick: Node) -> Non
         held.go()
         found |= a.finish("loads")
     a.ask("patience", SECONDS)
+    assert not a.ask("lmcache_waits")
     assert found["loads"].cached == LENGTH
     assert all(found[name].agrees(own) for name, own in zip(("loads", "other"), right, strict=True))
     forget(a)
@@ -227,6 +228,7 @@ def test_whoever_does_not_answer_or_raises_leaves_the_other(beside: Beside, quic
     forget(quick.a)
     with meddled(b, f"{vllm_cases.OURS}.lookups:Lookups.find", "raise", times=1):
         found.append(b.one(three))
+    assert b.ask("lmcache_waits"), "what we stored is not known any more"
     computed(quick.a, four)
     found += [a.one(four), b.one(four)]
     hits = LENGTH + BLOCK, 0, 0, LENGTH, LENGTH + BLOCK, LENGTH

@@ -139,15 +139,16 @@ def test_the_next_owner_of_a_block_waits_for_the_store_that_reads_it(worker: Wor
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_load_waits_for_the_stores_that_read_its_blocks(worker: Worker, at_once: bool) -> None:
-    """And else for the steps under way, or for nothing."""
+    """And else for the steps under way, or for nothing. So does another connector's."""
     worker.settle()
     worker.store([5, 6], 2)
-    loads = Loads(0, worker.stores, Meter(), at_once=at_once)
+    loads, waited = Loads(0, worker.stores, Meter(), at_once=at_once), list[bool]()
 
     def load(*blocks: int) -> None:
         worker.copier.fenced.clear()
         spec = LoadSpec("r", CHUNKS[0], [*blocks], number=len(worker.copier.after) + 1)
         loads.begin(worker.attached, StepMetadata([spec], fresh=[[*blocks]]))
+        waited.append(loads.waits)
         eventually(lambda: loads.ends(idle=False).over == {"r"})
 
     load(1, 2)
@@ -156,6 +157,7 @@ def test_a_load_waits_for_the_stores_that_read_its_blocks(worker: Worker, at_onc
     load(6, 9)
     nothing = None if at_once else ()
     assert worker.copier.after == [nothing, (2,), nothing]
+    assert waited == [not at_once, True, not at_once]
 
 
 def test_what_a_reset_has_made_old_is_not_stored(worker: Worker, here: Node) -> None:
