@@ -179,15 +179,17 @@ class Ahead(Planned):
                     waits = any(not store.blocks.isdisjoint(blocks) for blocks in meta.fresh)
                     assert waits, "no step waits for a store that a load overwrites"
 
-    def copy(self, request: str, blocks: Sequence[int], **saved: dict[int, int]) -> Copy:
+    def copy(
+        self, request: str, blocks: Sequence[int], saved: dict[int, int] | None = None
+    ) -> Copy:
         until = self.turn + self.choice.choice([0, 1, 2, 5, 15])
-        return Copy(request, frozenset(blocks) - {-1}, until, saved.get("saved", {}))
+        return Copy(request, frozenset(blocks) - {-1}, until, saved or {})
 
     def save(self, victims: Any) -> None:
         blocks = np.frombuffer(victims.blocks, dtype="<u4").tolist()
         generations = np.frombuffer(victims.generations, dtype="<u8").tolist()
         saved = dict(zip(blocks, generations, strict=True))
-        self.stores.append(self.copy("", blocks, saved=saved))
+        self.stores.append(self.copy("", blocks, saved))
         self.keep(victims.keys)
 
     def keep(self, keys: list[Any]) -> None:
