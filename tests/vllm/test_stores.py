@@ -160,6 +160,17 @@ def test_a_load_waits_for_the_stores_that_read_its_blocks(worker: Worker, at_onc
     assert waited == [not at_once, True, not at_once]
 
 
+def test_a_block_that_a_load_left_out_is_nobodys(worker: Worker, here: Node) -> None:
+    """Two requests with such blocks have nothing to do with each other."""
+    chunks = Chunks(bytes([8]) * 8, bytes(range(2 * HASH_BYTES)))
+    load, keys = LoadSpec("r", chunks, [-1, -1, 5, 6]), worker.session.own(chunks.keys)
+    with here.client() as client:
+        epoch = client.present(keys).epoch
+    worker.stores.promote(worker.attached, load, keys, [1], epoch)
+    assert worker.step([5]) == [2]
+    assert worker.step([-1, 9]) == []
+
+
 def test_what_a_reset_has_made_old_is_not_stored(worker: Worker, here: Node) -> None:
     """The server says so when it grants the slots, which are given back."""
     new = Chunks(bytes([9]) * 8, bytes([9]) * HASH_BYTES)

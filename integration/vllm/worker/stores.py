@@ -113,7 +113,7 @@ class Stores:
         if pending is not None:
             if self._at_once:
                 session.copier.fence(pending.completion)
-            self._under_way.append((pending.completion, frozenset(blocks)))
+            self._under_way.append((pending.completion, frozenset(blocks) - {-1}))
 
 
 def _over(copy: Completion) -> bool:
