@@ -22,7 +22,7 @@ import torch
 from vcache_backend.transfer.outbox import Outbox, at_once
 
 from .. import hooks
-from .lmcache_staging import stage_stores, staged
+from .lmcache_staging import keep_format, stage_stores, staged
 
 log = logging.getLogger("vllm.vcache")
 
@@ -50,6 +50,7 @@ class Transfers:
         self._under_way: list[LMCacheLoad] = []
         """All that LMCache awaits. Changed in vLLM's thread only."""
         self._loads: LMCacheLoads | None = None
+        self._forget: Callable[[], None] = lambda: None
         hooks.replace(adapter, "_send_register_kv_caches_request", self._registers)
         hooks.replace(adapter, "get_finished", self._reports)
         if hasattr(adapter, lazily := "get_finished_with_lazy_offload"):  # from 0.5.6 on
@@ -97,9 +98,11 @@ class Transfers:
     def _take_over(self, context: Any) -> None:
         try:
             self._loads = LMCacheLoads(self._adapter, context, self._under_way, self._loads_wait)
+            from lmcache.v1.gpu_connector import utils
             from lmcache.v1.multiprocess.transfer_context import async_engine_driven
 
             stage_stores(async_engine_driven)
+            self._forget = keep_format(utils)
         except (ImportError, hooks.Changed) as error:
             log.warning("LMCache's copies hold up vLLM's steps: %s", error)
 
@@ -130,7 +133,10 @@ class Transfers:
             if self._context is not None:
                 # Unregistered, it would have its server commit what it has not written.
                 self._adapter.instance_id = self._adapter.transfer_ctx._instance_id = 0  # nobody's
-            theirs()
+            try:
+                theirs()
+            finally:
+                self._forget()  # Stores under way have ended.
 
         return leave
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from .. import hooks
 
 log = logging.getLogger("vllm.vcache")
 
+Found = tuple[list[torch.Tensor], object, Any]
+"""KV caches, where they are and what else was told of them, and what LMCache made of it."""
 MOST_STAGED = 4
 """As many chunks as LMCache's kernel takes at once. It leaves out tokens of the first so many
 alone, so that it must not get more."""
@@ -89,3 +92,29 @@ def stage_stores(module: Any) -> None:
 
     taken = "kv_caches block_ids blocks_per_chunk out chunk_indices"
     hooks.replace(module, "gather_paged_kv_to_cpu", gathers, taken)
+
+
+def keep_format(module: Any) -> Callable[[], None]:
+    """Have LMCache look at the KV caches once. For every few chunks it looks at each layer again,
+    in turns with vLLM's thread, which waits for Python's lock meanwhile. module: LMCache's
+    `gpu_connector.utils`. Returns what forgets the KV caches, whose memory is held till then.
+    Raises hooks.Changed."""
+    last: list[Found] = []
+
+    def keeps(theirs: Callable[..., Any]) -> Callable[..., Any]:
+        def normalize(kv_caches: Any, *args: Any, **kwargs: Any) -> Any:
+            if type(kv_caches) is not list or not all(map(torch.is_tensor, kv_caches)):
+                return theirs(kv_caches, *args, **kwargs)
+            told = [cache.data_ptr() for cache in kv_caches], args, kwargs
+            for caches, before, found in last:
+                # Another tensor may begin at the same address.
+                if told == before and all(map(operator.is_, kv_caches, caches)):
+                    return found
+            found = theirs(kv_caches, *args, **kwargs)
+            last[:] = [([*kv_caches], told, found)]
+            return found
+
+        return normalize
+
+    hooks.replace(module, "normalize_kv_and_discover_format", keeps, "kv_caches")
+    return last.clear

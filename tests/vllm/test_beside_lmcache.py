@@ -21,6 +21,7 @@ from processes import SECONDS, eventually
 pytest.importorskip("vllm.distributed.kv_transfer", reason="vLLM is not installed")
 pytest.importorskip("lmcache.v1.multiprocess.transfer_context.shm", reason="no LMCache")
 
+from lmcache.v1.gpu_connector import utils
 from lmcache.v1.multiprocess.transfer_context import async_engine_driven, base, shm
 from lmcache.v1.multiprocess.transfer_context.pickle import EngineDrivenContextPickle
 from lmcache.v1.multiprocess.transfer_context.worker_transfer import EngineDrivenTransferContext
@@ -339,6 +340,44 @@ def test_stores_share_a_little_of_the_gpus_memory() -> None:
         for done in [threads.submit(module.gather_paged_kv_to_cpu, *given) for _ in "12"]:
             done.result(100)
     assert alive == [lmcache_staging.MOST_STAGED] * 4
+
+
+def test_lmcache_looks_at_the_kv_caches_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless they are others, or lie elsewhere: it copies from and to where it has found them. They
+    can go once it has left."""
+    looks, theirs = list[int](), utils.detect_format
+
+    def looked(kv_caches: Any, *given: Any) -> Any:
+        looks.append(len(kv_caches))
+        return theirs(kv_caches, *given)
+
+    monkeypatch.setattr(utils, "detect_format", looked)
+    adapter = Adapter()
+    adapter.registers(SimpleNamespace())
+    caches, blocks, right = stored()
+    gather = async_engine_driven.gather_paged_kv_to_cpu
+    for change in "nothing", "elsewhere", "others there":
+        if change == "elsewhere":
+            for cache in caches.values():
+                cache.set_(cache.clone())
+        elif change == "others there":
+            caches = {layer: cache[:] for layer, cache in caches.items()}
+        for _ in "12":
+            found = [torch.zeros_like(chunk) for chunk in right]
+            gather(caches, blocks, 2, out=found)
+            assert all(map(torch.equal, found, right))
+        assert looks == [3], change
+        looks.clear()
+    caches = {layer: torch.zeros_like(cache) for layer, cache in caches.items()}
+    given = {"kv_caches": caches, "blocks_in_chunk": 2, "skip_first_n_tokens": 0}
+    adapter.child._transfers._loads._copy(blocks, right, given, None)
+    assert looks == [3]
+    assert all(cache[blocks].any() for cache in caches.values())
+    gone = weakref.ref(caches["0"])
+    adapter.shutdown()
+    caches, given = {}, {}
+    gc.collect()
+    assert gone() is None
 
 
 def test_loads_do_without_what_only_stores_need(
