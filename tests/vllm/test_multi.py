@@ -273,7 +273,14 @@ def test_every_answer_is_right_when_everything_is_full(beside: Beside, quick: No
     """Requests are preempted, KV caches and LMCache's memory evict, requests are aborted."""
     choice, roots = Random(60), [new_tokens(5 * CHUNK) for _ in range(6)]
     both = quick.a, quick.b
-    for turn in range(7):
+
+    def preempted() -> float:
+        return sum(one.counter("vllm:num_preemptions") for one in both)
+
+    # It depends on times whether a request is.
+    for turn in range(28):
+        if turn > 6 and preempted():
+            break
         batch = [
             Prompt([*choice.choice(roots)[: choice.randrange(BLOCK, 5 * CHUNK)], 3 + turn], count)
             for count in (4, 40, 60)
@@ -287,7 +294,7 @@ def test_every_answer_is_right_when_everything_is_full(beside: Beside, quick: No
             assert answer.agrees(right)
         if turn % 4 == 3:
             forget(one)
-    assert sum(one.counter("vllm:num_preemptions") for one in both) > 0
+    assert preempted()
     assert all(one.counter("vllm:external_prefix_cache_hits") > 0 for one in both)
     forget(*both)
 
