@@ -260,21 +260,19 @@ class Fleet:
         if self._saved:
             # Instances report from time to time.
             until(lambda: any(read.nbytes for read in self.pool.stats().reads), 5.0)
-        stats = self.pool.stats()
-        if self.in_place:
-            held = [
-                f"{each.resident} in {each.id[:8]} on {each.device}" for each in stats.instances
-            ]
-            what = "segments of the pool, and chunks copied into it: stores move no byte"
-            what += f"; resident chunks: {', '.join(held) or 'none'}"
-            count = stats.chunks + len(stats.segments)
-            return [none(f"{self.rows}_pooled_chunks", "chunks", count, what)]
-        if not self._saved:
+            reads = self.pool.stats().reads
+            pooled = sum(read.nbytes for read in reads if read.instance == "pool")
+            count = sum(read.nbytes for read in reads) - pooled
+            what = f"read out of other instances' KV caches; out of the pool: {pooled:,} bytes"
+            return [none(f"{self.rows}_read_in_place", "bytes", count, what)]
+        if not self.in_place:
             return []
-        pooled = sum(read.nbytes for read in stats.reads if read.instance == "pool")
-        count = sum(read.nbytes for read in stats.reads) - pooled
-        what = f"read out of other instances' KV caches; out of the pool: {pooled:,} bytes"
-        return [none(f"{self.rows}_read_in_place", "bytes", count, what)]
+        stats = self.pool.stats()
+        held = [f"{each.resident} in {each.id[:8]} on {each.device}" for each in stats.instances]
+        what = "segments of the pool, and chunks copied into it: stores move no byte"
+        what += f"; resident chunks: {', '.join(held) or 'none'}"
+        count = stats.chunks + len(stats.segments)
+        return [none(f"{self.rows}_pooled_chunks", "chunks", count, what)]
 
     def _environment(self, name: str, spec: Spec) -> dict[str, str]:
         kind, given = KINDS[spec.kind], environment(self.scale.cpu, self.cache)

@@ -98,13 +98,17 @@ class Transfers:
     def _take_over(self, context: Any) -> None:
         try:
             self._loads = LMCacheLoads(self._adapter, context, self._under_way, self._loads_wait)
-            from lmcache.v1.gpu_connector import utils
             from lmcache.v1.multiprocess.transfer_context import async_engine_driven
 
             stage_stores(async_engine_driven)
-            self._forget = keep_format(utils)
         except (ImportError, hooks.Changed) as error:
             log.warning("LMCache's copies hold up vLLM's steps: %s", error)
+        try:
+            from lmcache.v1.gpu_connector import utils
+
+            self._forget = keep_format(utils)
+        except (ImportError, hooks.Changed) as error:
+            log.warning("LMCache's copies hold Python's lock for longer: %s", error)
 
     def _reports(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
         def get_finished(*args: Any, **kwargs: Any) -> Any:
