@@ -68,10 +68,15 @@ class Adapter:
     def shutdown(self) -> None:
         self.left += [self.instance_id, self.transfer_ctx._instance_id]
 
-    def loads(self, name: str = "one", block: int = BLOCK) -> Any:
+    def loads(self, name: str = "one", *blocks: int, in_chunk: int = 1) -> Any:
         """Begin a load; its future."""
-        future = self.transfer_ctx.submit_retrieve(name, None, self.cache, [[block]], None, 1)
-        self.retrieve_futures[name] = future, [block]
+        blocks = blocks or (BLOCK,)
+        submit = self.transfer_ctx.submit_retrieve
+        given = {"kv_caches": self.cache, "block_ids": [[*blocks]], "blocks_in_chunk": in_chunk}
+        # 0.5.3 takes the instance's number, too.
+        wanted = list(inspect.signature(submit).parameters)[1:-1]
+        future = submit(name, **(dict.fromkeys(wanted) | given))
+        self.retrieve_futures[name] = future, [*blocks]
         return future
 
 
@@ -180,7 +185,7 @@ def test_only_blocks_that_were_filled_count(memories: list[Any], case: str) -> N
     context.req_client = server = Asked(NONE if case == "not found" else ANSWER)
     server.answers.set()
     block, filled = 5 if case == "not copied" else BLOCK, case == "filled"
-    assert adapter.loads(block=block).result(100) == filled
+    assert adapter.loads("one", block).result(100) == filled
     assert server.freed.wait(100)
     adapter.get_finished()
     assert adapter.error_block_ids == (set() if filled else {block})
@@ -290,21 +295,21 @@ def test_chunks_go_by_way_of_the_gpus_memory(
 def test_a_load_waits_for_the_steps_under_way_only_if_one_may_use_its_blocks(waits: bool) -> None:
     """A step is under way that takes a second or two."""
     caches, blocks, right = stored("cuda")
-    adapter, empty = Adapter(), {name: torch.zeros_like(cache) for name, cache in caches.items()}
+    adapter = Adapter()
+    adapter.cache = {layer: torch.zeros_like(cache) for layer, cache in caches.items()}
     adapter.waits = waits
     server = SimpleNamespace(prepare_retrieve=lambda *_: right, commit_retrieve=lambda *_: None)
     adapter.registers(server)
-    submit = adapter.transfer_ctx.submit_retrieve
-    assert submit("kernels are compiled", None, empty, [blocks], None, 2).result(SECONDS)
-    for cache in empty.values():
+    assert adapter.loads("kernels are compiled", *blocks, in_chunk=2).result(SECONDS)
+    for cache in adapter.cache.values():
         cache.zero_()
     torch.cuda.synchronize()
     torch.cuda._sleep(3_000_000_000)
     step = torch.cuda.Event()
     step.record()
-    assert submit("one", None, empty, [blocks], None, 2).result(SECONDS)
+    assert adapter.loads("one", *blocks, in_chunk=2).result(SECONDS)
     assert step.query() == waits
-    for layer, cache in empty.items():
+    for layer, cache in adapter.cache.items():
         assert torch.equal(cache[blocks], caches[layer][blocks])
 
 
