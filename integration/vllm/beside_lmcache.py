@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,14 +38,25 @@ def maps(other: Any) -> bool:
     return "LMCacheMP" in type(other).__name__ and mode != "engine_driven"
 
 
+class BesideLoads(NamedTuple):
+    """What LMCache's loads have to do with ours. waits: whether one that begins now waits for the
+    work launched so far (`VCacheConnector.loads_wait`). filled: called, in the load's thread, with
+    the name of a request whose load has filled its blocks."""
+
+    waits: Callable[[], bool]
+    filled: Callable[[str], None]
+
+
+ALONE = BesideLoads(lambda: True, lambda _: None)
+
+
 class Transfers:
     """What LMCache's worker copies. It registers with its server at the start, and again, in
     another thread, once a server has been restarted: then what is under way ends."""
 
-    def __init__(self, connector: Any, loads_wait: Callable[[], bool]) -> None:
-        """connector: LMCache's, which is changed, and its adapter. loads_wait: see
-        `VCacheConnector`. Raises hooks.Changed."""
-        self._adapter, self._loads_wait = connector.worker_adapter, loads_wait
+    def __init__(self, connector: Any, beside: BesideLoads) -> None:
+        """connector: LMCache's, which is changed, and its adapter. Raises hooks.Changed."""
+        self._adapter, self._beside = connector.worker_adapter, beside
         adapter = self._adapter
         self._under_way: list[LMCacheLoad] = []
         """All that LMCache awaits. Changed in vLLM's thread only."""
@@ -97,7 +108,7 @@ class Transfers:
 
     def _take_over(self, context: Any) -> None:
         try:
-            self._loads = LMCacheLoads(self._adapter, context, self._under_way, self._loads_wait)
+            self._loads = LMCacheLoads(self._adapter, context, self._under_way, self._beside)
             from lmcache.v1.multiprocess.transfer_context import async_engine_driven
 
             stage_stores(async_engine_driven)
@@ -173,8 +184,9 @@ class LMCacheLoad:
     """A load of LMCache's. future: its result, LMCache's own kind: whether the blocks are
     filled."""
 
-    def __init__(self, future: Any, blocks: list[int]) -> None:
-        self.future, self.blocks, self.lock = future, blocks, threading.Lock()
+    def __init__(self, future: Any, blocks: list[int], name: str) -> None:
+        self.future, self.blocks, self.name = future, blocks, name
+        self.lock = threading.Lock()
 
     @property
     def over(self) -> bool:
@@ -207,14 +219,14 @@ class LMCacheLoads:
         adapter: Any,
         context: Any,
         under_way: list[LMCacheLoad],
-        waits: Callable[[], bool],
+        beside: BesideLoads,
     ) -> None:
-        """context: copies through the server's memory. under_way: where loads are noted. waits:
-        whether a load that begins now waits for the work launched so far. Raises hooks.Changed."""
+        """context: copies through the server's memory. under_way: where loads are noted. Raises
+        hooks.Changed."""
         from lmcache.v1.multiprocess.futures import MessagingFuture
         from lmcache.v1.multiprocess.transfer_context.base import scatter_cpu_to_paged_kv as scatter
 
-        self._adapter, self._under_way, self._waits = adapter, under_way, waits
+        self._adapter, self._under_way, self._beside = adapter, under_way, beside
         self._context: Any = context
         """None once no more loads begin."""
         self._future, self._scatter = MessagingFuture, scatter
@@ -242,12 +254,13 @@ class LMCacheLoads:
             bound.apply_defaults()
             given = bound.arguments
             (blocks,) = given["block_ids"]
-            load = LMCacheLoad(self._future(), blocks)
+            name = next(iter(given.values()))  # the request's
+            load = LMCacheLoad(self._future(), blocks, name)
             device = next(iter(given["kv_caches"].values())).device
             before = None
             if device.type == "cuda":
                 self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-                if self._waits():
+                if self._beside.waits():
                     before = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     before.record()
             self._under_way.append(load)
@@ -272,6 +285,8 @@ class LMCacheLoads:
                 with load.lock:
                     if chunks is not None and not load.over:
                         self._copy(load.blocks, chunks, given, before)
+                        if not load.over:
+                            self._beside.filled(load.name)
                     load.finish(chunks is not None)
             finally:
                 context.commit_retrieve(*told)

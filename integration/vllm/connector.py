@@ -208,6 +208,19 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
             self._awaited.sent(meta.loads)
         return meta
 
+    @guarded(answer(0))
+    def awaits(self, request_id: str) -> int:
+        """Have vLLM hear of another connector's load as soon as of ours. Returns the load's number
+        for `put_end`; 0: this half is out of use."""
+        number = self._scheduler.load_number()
+        self._awaited.waiting[request_id] = number
+        return number
+
+    @property
+    def ends_address(self) -> tuple[str, str]:
+        """See `StepMetadata.ends`."""
+        return self._ends.address
+
     @guarded(lambda self, output: self._awaited.settle(output))
     def update_connector_output(self, connector_output: Any) -> None:
         if connector_output.finished_recving:
@@ -337,6 +350,16 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
     def _begin(self, meta: StepMetadata) -> None:
         self._thread = threading.get_ident()
         self._worker.begin(meta)
+
+    @guarded(answer(None))
+    def open_ends(self, address: tuple[str, str]) -> None:
+        """Before `put_end`."""
+        self._worker.loads.ring.open(address)
+
+    def put_end(self, number: int) -> None:
+        """Another connector's load of this number has succeeded. In any thread."""
+        if not self.off:
+            self._worker.loads.ring.put(number)
 
     @property
     def loads_wait(self) -> bool:

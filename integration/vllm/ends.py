@@ -52,7 +52,7 @@ class LoadEnds:
 
 
 class EndRing:
-    """A worker's ring. Runs in the worker's main thread."""
+    """A worker's ring. Runs in the worker's main thread, but for `put`."""
 
     def __init__(self, worker: int) -> None:
         """worker: the worker's number."""
@@ -78,14 +78,14 @@ class EndRing:
                 self._ring = words[self._first : self._first + SIZE]
 
     def put(self, number: int) -> None:
-        """Note that a load has succeeded."""
+        """Note that a load has succeeded. Any thread."""
         if self._ring:
             self._ring[number % SIZE] = number
 
 
 class AwaitedLoads:
-    """The loads of ours for which vLLM's scheduler waits, and what vLLM has heard of them. In the
-    scheduler's thread.
+    """The loads for which vLLM's scheduler waits, ours and numbered ones of another connector, and
+    what vLLM has heard of them. In the scheduler's thread.
 
     vLLM asserts that a reported request waits for its load or has ended. So it must hear of each
     load once: from the workers' reports, or before (`tell`). Each worker reports each load once,

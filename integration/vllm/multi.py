@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
 from vcache_backend.errors import ConfigError
 
 from .. import plugin
-from .beside_lmcache import maps
+from .beside_lmcache import BesideLoads, maps
 from .boundary import Boundary, answer, guarded
 from .longest_hit import Hits, LongestHit
 from .model import compat
@@ -35,22 +35,24 @@ used again."""
 
 class AcceptedLoad(NamedTuple):
     """A load that vLLM has accepted: the number of its connector, whether vLLM waits for its
-    report, and the blocks that it fills."""
+    report, the blocks that it fills, and another connector's number among our loads (0: none)."""
 
     child: int
     waits: bool
     blocks: frozenset[int]
+    number: int = 0
 
 
 @dataclass
 class JointMetadata(MultiKVConnectorMetadata):  # type: ignore[misc]
     """loads: that begin with the step. holds: by finished request, the connectors whose report its
-    blocks wait for. off: the scheduler's half is out of use. A connector out of use has None in
-    `metadata`."""
+    blocks wait for. off: the scheduler's half is out of use. ends: see `StepMetadata`. A connector
+    out of use has None in `metadata`."""
 
     loads: dict[str, AcceptedLoad] = field(default_factory=dict)
     holds: dict[str, set[int]] = field(default_factory=dict)
     off: bool = False
+    ends: tuple[str, str] = ("", "")
 
 
 @dataclass
@@ -92,7 +94,8 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
         ours, *others = self._connectors
         if plans:
             ours.open_nothing()
-        self._ours, self._others = ours, [Guarded(one, lambda: ours.loads_wait) for one in others]
+        beside = BesideLoads(self._must_wait, self._filled)
+        self._ours, self._others = ours, [Guarded(one, beside) for one in others]
         self._connectors = [ours, *self._others]
         if getattr(ours, "in_place", False) and any(map(maps, others)):
             raise ConfigError(
@@ -163,7 +166,8 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
             first = hits.local // self._block
             tables = blocks.get_block_ids() if chosen else ()  # ours are reported by request
             filled = frozenset(block for table in tables for block in table[first:])
-            self._new_loads[request.request_id] = AcceptedLoad(chosen, hits.waits, filled)
+            number = self._ours.awaits(request.request_id) if chosen and hits.waits else 0
+            self._new_loads[request.request_id] = AcceptedLoad(chosen, hits.waits, filled, number)
         self._allocated(hits, chosen, request, blocks, num_external_tokens)
 
     @guarded(answer(None))
@@ -229,6 +233,8 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
         self._longest.spent = 0.0
         made = tuple(child.build_connector_meta(scheduler_output) for child in self._connectors)
         meta = JointMetadata(made, loads=self._new_loads, holds=self._new_holds, off=bool(self.off))
+        if any(load.number for load in self._new_loads.values()):
+            meta.ends = self._ours.ends_address
         self._new_loads, self._new_holds = {}, {}
         return meta
 
@@ -274,6 +280,8 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         self._learn(connector_metadata)
         self._filling = {}
+        if connector_metadata.ends[0]:
+            self._ours.open_ends(connector_metadata.ends)
         for name, load in connector_metadata.loads.items():
             if not load.waits:
                 self._filling.setdefault(load.child, set()).update(load.blocks)
@@ -284,6 +292,14 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
                 self._over.add(name)
         self._held |= {name: set(held) for name, held in connector_metadata.holds.items()}
         super().bind_connector_metadata(connector_metadata)
+
+    def _must_wait(self) -> bool:
+        return bool(self._ours.loads_wait)
+
+    def _filled(self, name: str) -> None:
+        """Another connector's load of this request has filled its blocks. In any thread."""
+        if (load := self._running.get(name)) is not None and load.number:
+            self._ours.put_end(load.number)
 
     @guarded(answer(None))
     def _learn(self, meta: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
 
 from .. import hooks
-from .beside_lmcache import Transfers
+from .beside_lmcache import ALONE, BesideLoads, Transfers
 from .model import compat
 
 log = logging.getLogger("vllm.vcache")
@@ -33,8 +33,8 @@ class Guarded:
     more. In the thread of its half of vLLM. off_at: since when (time.monotonic); 0: it is in
     use."""
 
-    def __init__(self, connector: Any, loads_wait: Callable[[], bool] = lambda: True) -> None:
-        """loads_wait: see `VCacheConnector`."""
+    def __init__(self, connector: Any, loads: BesideLoads = ALONE) -> None:
+        """loads: for LMCache's."""
         self._it, self.name, self.off_at = connector, type(connector).__name__, 0.0
         self.tracks = hasattr(connector, "request_trackers")
         """LMCache's: notes each request's blocks, and keeps what a look-up has found from eviction
@@ -42,7 +42,7 @@ class Guarded:
         self._transfers: Transfers | None = None
         try:
             if getattr(connector, "worker_adapter", None):
-                self._transfers = Transfers(connector, loads_wait)
+                self._transfers = Transfers(connector, loads)
         except hooks.Changed as error:
             self.fail(str(error))
 

@@ -231,6 +231,10 @@ class VCacheScheduler:
         if tracked.load.open:
             self._open[request.request_id] = tracked
 
+    def load_number(self) -> int:
+        """For another connector's load."""
+        return self._planner.load_number()
+
     def finished(self, request: Any) -> None:
         """Forget a request that has ended for any reason."""
         name = request.request_id

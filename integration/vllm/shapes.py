@@ -15,7 +15,8 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
-OWN = {"in_place", "loads_wait", "open_nothing", "stop", "weights_are", "weights_change"}
+OWN = {"awaits", "ends_address", "in_place", "loads_wait", "open_ends", "open_nothing", "put_end"}
+OWN |= {"stop", "weights_are", "weights_change"}
 """Public attributes of our connector that are not vLLM's."""
 MAY_LACK = {"restore_kv_caches", "unregister_kv_caches"}
 """Methods that vLLM's connectors have from 0.33 on: without them `sharing` refuses sleep mode."""

@@ -63,7 +63,7 @@ class StorePlanner:
             chunks=chunks,
             offload=offload,
             promote=promote and self._publications is None,
-            number=next(self._load_numbers),
+            number=self.load_number(),
             open=tracked.wait.wait is not None,
             **self._blocks(tracked, block_tables, by_chunks),
         )
@@ -76,6 +76,10 @@ class StorePlanner:
         if promoted:
             self._announce(tracked, first, end // size)
         return load
+
+    def load_number(self) -> int:
+        """The next load's."""
+        return next(self._load_numbers)
 
     def more(self, tracked: Tracked, found: bool) -> MoreBlocks:
         """Go on with the request's open load, or end it if the request no longer waits. found: its

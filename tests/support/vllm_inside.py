@@ -316,7 +316,15 @@ class Serving:
 
     def lmcache_waits(self) -> bool:
         """Whether a load of LMCache's, beside ours, would wait for the steps under way on a GPU."""
-        return bool(get_kv_transfer_group()._others[0]._transfers._loads_wait())
+        return bool(get_kv_transfer_group()._others[0]._transfers._beside.waits())
+
+    def hush_lmcache(self, hushed: bool) -> None:
+        """Its worker beside ours reports nothing; and all of it later."""
+        _, adapter = self._lmcache()
+        if hushed:
+            self._reports, adapter.get_finished = adapter.get_finished, lambda _: (None, None)
+        else:
+            adapter.get_finished = self._reports
 
     def hurry_lmcache(self, seconds: float) -> None:
         """Its connector beside ours waits no longer for an answer of its server."""

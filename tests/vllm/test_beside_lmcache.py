@@ -27,6 +27,7 @@ from lmcache.v1.multiprocess.transfer_context.pickle import EngineDrivenContextP
 from lmcache.v1.multiprocess.transfer_context.worker_transfer import EngineDrivenTransferContext
 
 from vcache_backend.integration.vllm import lmcache_staging
+from vcache_backend.integration.vllm.beside_lmcache import BesideLoads
 from vcache_backend.integration.vllm.others import Guarded
 
 SLOTS = [{"offset": 0, "length": 8, "shape": [2, 1, 1, 1], "dtype": "float32"}]
@@ -44,10 +45,11 @@ class Adapter:
         self.retrieve_futures: dict[str, Any] = {}
         self.error_block_ids = set[int]()
         self.is_healthy = self.waits = True
+        self.filled = list[str]()
         self.transfer_ctx: Any = None
         self.cache = {"layer": torch.zeros(2, 1, 1, 1, 1)}
         connector = SimpleNamespace(worker_adapter=self, unregister_kv_caches=lambda: None)
-        self.child = Guarded(connector, lambda: self.waits)
+        self.child = Guarded(connector, BesideLoads(lambda: self.waits, self.filled.append))
 
     def registers(self, context: Any) -> None:
         self._send_register_kv_caches_request(self.cache, context)

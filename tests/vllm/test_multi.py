@@ -205,6 +205,24 @@ def test_a_load_of_lmcaches_holds_up_no_step(beside: Beside, quick: Node) -> Non
     noticed(True, a, quick.b)
 
 
+def test_vllm_hears_of_a_load_of_lmcaches_before_its_worker_reports_it(
+    beside: Beside, quick: Node
+) -> None:
+    """Once: the late report is no other load's."""
+    b, tokens = quick.b, new_tokens(TOKENS)
+    right = quick.aside.one(tokens)
+    computed(quick.a, tokens)
+    forget(quick.a, b)
+    b.ask("hush_lmcache", True)
+    early = b.one(tokens)
+    b.ask("hush_lmcache", False)
+    forget(b)
+    answers = [early, b.one(tokens)]
+    assert [one.cached for one in answers] == [LENGTH, LENGTH]
+    assert all(one.agrees(right) for one in answers)
+    forget(b)
+
+
 def test_whoever_does_not_answer_or_raises_leaves_the_other(beside: Beside, quick: Node) -> None:
     """A whole hit is not held up by a hung server. What might be longer there is waited for, but
     not for ever."""

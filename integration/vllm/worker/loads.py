@@ -118,7 +118,8 @@ class Loads:
         """Requests with failed loads, for the worker's report, which takes them."""
         self.spans: list[LoadSpan] = []
         """The spans of loads that are over, for the worker's report, which takes them."""
-        self._number, self._ends = number, EndRing(number)
+        self._number, self.ring = number, EndRing(number)
+        """The ring is of all loads of this worker that have a number."""
         self._traced = traced
         self._stores, self._meter, self._publish = stores, meter, publish
         self._under_way: list[Loading] = []
@@ -140,7 +141,7 @@ class Loads:
         fenced = worker is not None and self._stores.fence(worker, meta)
         self.waits = fenced or not self.at_once
         if meta.loads:
-            self._ends.open(meta.ends)
+            self.ring.open(meta.ends)
             mark = worker.session.copier.mark() if worker and self.waits else NOTHING
             for spec in meta.loads:
                 if worker is None:
@@ -242,7 +243,7 @@ class Loads:
                 self._stores.promote(loading.worker, spec, keys, came, epoch)
             if spec.publication is not None:
                 self._publish(spec.publication)
-            self._ends.put(spec.number)
+            self.ring.put(spec.number)
         self._over.append((spec, loading, time.time_ns()))
 
     def _count(self, spec: LoadSpec, loading: Loading | None, ended: int) -> None:
