@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from threading import current_thread, main_thread
 from typing import Any
@@ -293,6 +294,12 @@ class Serving:
 
         waits.UNKNOWN_CHUNK_SECONDS = waits.LONGEST_CHUNK_SECONDS = chunk_seconds
         waits.STATE_SECONDS = 2.0
+
+    def saves_late(self) -> None:
+        """Of what runs nothing is saved, however slow this machine is."""
+        from vcache_backend.integration.vllm import victims
+
+        victims.PUBLISHED_SECONDS = inf
 
     def patience(self, seconds: float, step: float = 0.0) -> None:
         """How long a request waits for another connector's look-up, and how long a step does."""

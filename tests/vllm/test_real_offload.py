@@ -238,6 +238,7 @@ def test_who_shares_in_place_offloads_what_it_saves_and_reads_what_others_have(t
     tokens = new_tokens(HITS + 17)
     leaving_no_trace = {"vcache": {"store": False}}
     c = two.second.connect("c", in_place, **router.settings)
+    c.ask("saves_late")
     assert c.one(tokens).cached == 0
     assert c.ask("told")
     own = c.one(tokens)
