@@ -21,7 +21,7 @@ import msgspec
 
 from vcache_backend.children import Child, ChildFailed, module, until
 from vcache_backend.protocol.client import Client
-from vcache_backend.prove.comparison import OWN, Prompts, ask
+from vcache_backend.prove.comparison import Prompts, soil
 
 from ..processes import PATIENT, free_ports, metadata_server
 from ..results import Clock, Row, none
@@ -239,9 +239,9 @@ class Fleet:
 
     def _overwrite(self, name: str) -> None:
         """Overwrite an instance's whole KV cache, so that only the pool has what was there."""
-        child, length = self.instance(name), min(self.scale.lengths.values())
-        for _ in range(self.scale.kv_bytes // self.scale.token_bytes // length + 1):
-            ask(child, self._soil.new(length), 1, extra_args=OWN)
+        child, scale = self.instance(name), self.scale
+        tokens, length = scale.kv_bytes // scale.token_bytes, min(scale.lengths.values())
+        soil(child, self._soil, tokens, length)
         child.ask("told", ANSWER_SECONDS)
 
     def make_room(self, tokens: int) -> None:

@@ -59,7 +59,7 @@ class Copy(NamedTuple):
 class Ahead(Planned):
     """seen: what has happened."""
 
-    def __init__(self, where: Place, undo: ExitStack, share: str, seed: str) -> None:
+    def __init__(self, where: Place, share: str, undo: ExitStack, seed: str) -> None:
         """share: `pool`, or `in_place`, with a pool beside."""
         self.choice, self.seen, self.turn = random.Random(seed), Counter[str](), 0
         told = {"connector.share": share, "connector.min_hit_tokens": "1"}

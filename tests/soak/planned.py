@@ -405,20 +405,14 @@ def main(seconds: float, seed: int) -> int:
     with serving() as where:
         seen, wrong, until = Counter[str](), list[str](), time.monotonic() + seconds
         for run in itertools.count():
-            for model in MODELS:
+            for kind in (*MODELS, "pool", "in_place"):
                 with ExitStack() as ends:
-                    made = Planned(where, model, ends, f"{seed} {run} {model}")
+                    make = Planned if kind in MODELS else Ahead
+                    made = make(where, kind, ends, f"{seed} {run} {kind}")
                     try:
                         seen += made.run(TURNS)
                     except AssertionError as error:
-                        wrong.append(f"{model}, run {run} of seed {seed}: {error}")
-            for share in ("pool", "in_place"):
-                with ExitStack() as ends:
-                    ahead = Ahead(where, ends, share, f"{seed} {run}")
-                    try:
-                        seen += ahead.run(TURNS)
-                    except AssertionError as error:
-                        wrong.append(f"ahead, {share}, run {run} of seed {seed}: {error}")
+                        wrong.append(f"{kind}, run {run} of seed {seed}: {error}")
             print(f"{run}: {dict(seen)}", file=sys.stderr)
             if time.monotonic() > until:
                 break

@@ -165,7 +165,7 @@ def test_a_load_that_begins_at_once_disturbs_no_step_and_no_store(where: Place, 
     due += ["failed", "preempted", "aborted loads"]
     for run in range(8):
         with ExitStack() as undo:
-            seen += Ahead(where, undo, share, f"{7 + run}").run(TURNS)
+            seen += Ahead(where, share, undo, f"{7 + run}").run(TURNS)
     assert min(seen[what] for what in due) > 0, seen
 
 
@@ -184,7 +184,7 @@ def test_it_is_seen_where_a_load_disturbs_a_step_or_a_store(
 
     with pytest.raises(AssertionError, match=seen), ExitStack() as undo:
         for run in range(5):
-            made = Ahead(where, undo, "pool", f"{7 + run}")
+            made = Ahead(where, "pool", undo, f"{7 + run}")
             if lacks == "fresh":
                 made.half.describe = forgetful(made.half.describe)
             else:

@@ -29,7 +29,7 @@ from vcache_backend.protocol.client import Client
 from vcache_backend.supported import VLLM
 from vcache_backend.vram_pool.devices import gpus
 
-from .comparison import Comparison, Prompts, alike, difference
+from .comparison import Comparison, Prompts, alike, difference, soil
 from .instance import CPU_ENVIRONMENT, ENVIRONMENT, arguments, transfer
 from .model import TINY_LLAMA, write_model
 
@@ -136,7 +136,7 @@ class Pair(Comparison):
     def look(self) -> Iterator[Finding]:
         """All rows. ChildFailed."""
         self._tell("the reader's blocks are filled with other prompts")
-        self.soil(self._prompts, SOILED, self._longest // 2)
+        soil(self.reader, self._prompts, SOILED, self._longest // 2)
         if (failed := self._failures()).status == "fail":
             yield failed
             return

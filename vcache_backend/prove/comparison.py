@@ -94,11 +94,6 @@ class Comparison:
         self.writer, self.reader, self.reference, self.answer = writer, reader, reference, answer
         self._cuts, self._random = cuts, random.Random(0)
 
-    def soil(self, prompts: Prompts, tokens: int, longest: int) -> None:
-        """Fill the reader's blocks with so many tokens of prompts that nobody asks for again."""
-        for _ in range(tokens // longest + 1):
-            ask(self.reader, prompts.new(longest), 1, extra_args=OWN)
-
     def compute(self, hit: Hit) -> None:
         """The writer computes what comes first, until others can find it."""
         for prompt in hit.first:
@@ -156,6 +151,13 @@ def ask(child: Child, tokens: list[int], count: int, **more: Any) -> dict[str, A
     asked = {"tokens": tokens, "count": count, "logprobs": LOGPROBS, **more}
     answer: dict[str, Any] = child.ask("generate", SECONDS, **asked)
     return answer
+
+
+def soil(child: Child, prompts: Prompts, tokens: int, longest: int) -> None:
+    """Fill an instance's blocks with so many tokens of prompts that nobody asks for again, each of
+    `longest`. ChildFailed."""
+    for _ in range(tokens // longest + 1):
+        ask(child, prompts.new(longest), 1, extra_args=OWN)
 
 
 def alike(children: Iterable[Child], tokens: list[int], count: int) -> bool:

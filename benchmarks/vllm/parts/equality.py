@@ -26,6 +26,7 @@ from vcache_backend.prove.comparison import (
     ask,
     difference,
     said,
+    soil,
 )
 from vcache_backend.prove.model import MASK
 
@@ -65,7 +66,7 @@ def equal(run: Run, hits: Sequence[Hit] = ()) -> list[Row]:
     hits = hits or run.prompts.hits(run.scale.equal)
     scale, trio = run.fleet.scale, Trio(run)
     tokens, longest = scale.kv_bytes // scale.token_bytes, max(scale.lengths.values())
-    trio.soil(run.prompts, tokens, longest)
+    soil(trio.reader, run.prompts, tokens, longest)
     how, some = trio.differences(takewhile(lambda _: run.clock.left > 10, hits))
     asked = hits[: len(how)]
     wrong = Counter(hit.kind for hit, each in zip(asked, how, strict=True) if each)
