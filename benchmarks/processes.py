@@ -1,18 +1,17 @@
-"""What benchmarks have beside `vcache_backend.children`: a server, busy cores, free ports."""
+"""What benchmarks have beside `vcache_backend.children`: a server, free ports."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import socket
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from vcache_backend import prove
-from vcache_backend.children import MetadataServer, Program
+from vcache_backend.children import MetadataServer
 
 ROOT = Path(__file__).resolve().parent.parent
 HOST = "127.0.0.1"
@@ -28,18 +27,6 @@ def metadata_server(log: Path | None = None, **environment: str) -> Iterator[Pat
         path = Path(folder, "vcache.sock")
         with MetadataServer(path, log or Path(folder, "log"), {**os.environ, **environment}):
             yield path
-
-
-@contextmanager
-def busy_cores(count: int, folder: Path) -> Iterator[None]:
-    """Programs that keep `count` cores of the host busy within the context. folder: of their logs,
-    which stay empty."""
-    with ExitStack() as stack:
-        for number in range(count):
-            name = f"busy_{number}"
-            command = [sys.executable, "-c", "while True: pass"]
-            stack.enter_context(Program(name, command, folder / f"{name}.log"))
-        yield
 
 
 def free_ports(count: int) -> list[int]:

@@ -10,8 +10,7 @@ to the pool its vLLM does without; in place it is all vLLM's.
 An arm is a system and the policy that distributes its requests: `turn`, or the real `vllm-router`
 with `cache_aware`, with its threshold behind it. `prefix_32k_8` is `prefix` with prefixes of
 32 x 1,024 tokens and eight requests in flight; `prefix_32k_8_12x4` has 12 such prefixes, each with
-four prompts, and `prefix_32k_8_12x4_512` answers of 512 tokens. `_busy8` behind any of these keeps
-eight of the host's cores busy meanwhile.
+four prompts, and `prefix_32k_8_12x4_512` answers of 512 tokens.
 The systems with `_dp` are one server with data parallel ranks. In the end their hits are compared.
 
 Workloads are in `serving.workloads` and `serving.trace`. Every arm gets the same prompts, with
@@ -39,7 +38,6 @@ import msgspec
 import numpy as np
 
 from .options import Measurement, names_of, parser
-from .processes import busy_cores
 from .results import Clock
 from .serving import workloads
 from .serving.client import LATE, send
@@ -58,7 +56,7 @@ WORKLOADS = {
     "fork": workloads.fork,
     "chat": workloads.chat,
 }
-SHAPED = re.compile(r"prefix_(\d+)k_(\d+)(?:_(\d+)x(\d+))?(?:_(\d+))?(?:_busy(\d+))?")
+SHAPED = re.compile(r"prefix_(\d+)k_(\d+)(?:_(\d+)x(\d+))?(?:_(\d+))?")
 WARM_SECONDS, LOAD_SECONDS, LEAST_SECONDS = 60.0, 300.0, 20.0
 """When the warm-up and a phase are cut: what is not answered by then is an error. With less left
 than the last, no workload is begun.
@@ -119,8 +117,7 @@ def _loads(options: argparse.Namespace, sizes: Sizes) -> dict[str, list[Workload
         for phase in load.phases:
             phase.requests[:] = [each.made(MODEL) for each in phase.requests]
         ceiling = workloads.ceiling(load.phases, plan.block)
-        name = joined(options.model, workload)
-        named = load._replace(name=name, ceiling=ceiling, busy=plan.busy)
+        named = load._replace(name=joined(options.model, workload), ceiling=ceiling)
         loads.setdefault(workload, []).append(named)
     gc.collect()
     gc.freeze()
@@ -131,8 +128,8 @@ def _shaped(name: str, plan: Plan) -> tuple[str, Plan]:
     """A workload's kind and its plan."""
     if not (shape := SHAPED.fullmatch(name)):
         return name, plan
-    tokens, many, prefixes, repeats, output, busy = (int(part or 0) for part in shape.groups())
-    own = {"prefixes": prefixes, "repeats": repeats, "output": output, "busy": busy}
+    tokens, many, prefixes, repeats, output = (int(part or 0) for part in shape.groups())
+    own = {"prefixes": prefixes, "repeats": repeats, "output": output}
     shaped = {"prefix": 1024 * tokens, "concurrency": many}
     shaped |= {name: value for name, value in own.items() if value}
     return "prefix", msgspec.structs.replace(plan, **shaped)
@@ -173,7 +170,7 @@ def _run(arm: Arm, servers: Servers, load: Workload, made: Measurement) -> Figur
     asyncio.run(send([step] * 2 * len(servers.ports), servers.ports, 1, WARM_SECONDS))
     # A server that only computes prompts hears of the others' resets with its next heartbeat.
     time.sleep(2.5 if servers.apart else SETTLES)
-    with way(arm, servers, made.folder) as ports, busy_cores(load.busy, made.folder):
+    with way(arm, servers, made.folder) as ports:
         found = _answered(ports, load, made.clock, servers)
     print(
         f"{made.clock.spent:4.0f} s  {arm.name} {load.name}: {found.throughput:.2f} requests/s "

@@ -157,7 +157,6 @@ def apart(
     made, begin = list[Row](), f"vllm_serving_pd_vcache_turn_{workload}_"
     shared = plan.repeats > 1
     shape = f"{plan.prefix // 1024}k_{plan.concurrency}_{plan.output}"
-    shape += f"_busy{plan.busy}" if plan.busy else ""
     shape += f"_{prefills}+{servers - prefills}" if 2 * prefills != servers else ""
     limits = {"handover_p50": 0.8 if plan.concurrency == 1 else 0.65, "ttft_p50": 1 / 1.5}
     limits |= {"tpot_p50": 1.01, "gap_p99": 1.0, "requests_per_second": 1.0}

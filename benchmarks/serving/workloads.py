@@ -28,9 +28,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     the first and of later messages, tokens of an answer, the mean thinking time, and the seconds
     within which all conversations begin.
 
-    busy: cores of the host that programs keep busy while requests are measured. While most of a
-    host's cores sleep, its GPUs begin each kernel later.
-
     trace: its file. trace_block: tokens for each block of 512 of the trace. trace_tokens: prompt
     tokens in all. trace_turns: take only conversations of at least so many requests.
     trace_seconds: the time into which all arrivals are scaled."""
@@ -42,7 +39,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     output: int = 32
     concurrency: int = 16
     warm: int = 8
-    busy: int = 0
     prefixes: int = 72
     prefix: int = 8192
     suffix: int = 256
@@ -109,13 +105,12 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
 
 class Workload(NamedTuple):
     """One run of a workload. what: in words; results with the same words may be compared. name,
-    ceiling (of the workload's hit rate) and busy (see Plan): once `vllm_serving` has set them."""
+    ceiling: of the workload's hit rate, once `vllm_serving` has set them."""
 
     phases: list[Phase]
     what: str
     name: str = ""
     ceiling: float = 0.0
-    busy: int = 0
 
 
 def described(plan: Plan, what: str, own: str) -> str:
@@ -123,7 +118,6 @@ def described(plan: Plan, what: str, own: str) -> str:
     names, separated by blanks."""
     begins = tuple(own.split())
     names = [name for name in Plan.__struct_fields__ if name.startswith(begins)]
-    names += ["busy"] if plan.busy else []
     values = [f"{name} {getattr(plan, name)}" for name in (*names, "output", "seed")]
     return f"{what}; {', '.join(values)}"
 
