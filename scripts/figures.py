@@ -279,7 +279,7 @@ EQUAL = {
         "lmcache": "9695bb3f",
     },
     "the same, in place, out of its host pool": {"saved": "fbc437b7"},
-    "the same, beside LMCache's server": {"both": "b360ac15", "behind": "b360ac15"},
+    "the same, beside LMCache's server": {"both": "0b6dc209", "behind": "0b6dc209"},
     "fp8": {"inplace_fp8": "9a3182d1", "vllm_fp8": "f4151d0b"},
     "n-gram drafts": {"inplace_ngram": "9a3182d1", "vllm_ngram": "f4151d0b"},
     "EAGLE": {"inplace_head": "d1d4118", "vllm_head": "d1d4118"},
@@ -353,10 +353,12 @@ def signed(limit: str) -> str:
 
 
 APART = {
-    "fc079e74": {
+    "0b6dc209": {
         "8k, one": "pd_{}_8k_1_128",
-        "8k, 8": "pd_{}_8k_8_128",
-        "8k, 32": "pd_{}_8k_32_128",
+        "8k, one, busy": "pd_{}_8k_1_128_busy8",
+        "8k, 8, busy": "pd_{}_8k_8_128_busy8",
+        "8k, 32, busy": "pd_{}_8k_32_128_busy8",
+        "32k, 8, busy": "pd_{}_32k_8_128_busy8",
     },
     "338d8dc3": {
         "8k, one": "pd_{}_8k_1_128",
