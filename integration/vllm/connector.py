@@ -216,6 +216,12 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         self._awaited.waiting[request_id] = number
         return number
 
+    @guarded(answer(False))
+    def reports(self, request_id: str) -> bool:
+        """Whether workers are still to report a load of this request of which vLLM has heard, ours
+        or one of `awaits`."""
+        return self._awaited.reports(request_id)
+
     @property
     def ends_address(self) -> tuple[str, str]:
         """See `StepMetadata.ends`."""

@@ -90,7 +90,8 @@ class AwaitedLoads:
     vLLM asserts that a reported request waits for its load or has ended. So it must hear of each
     load once: from the workers' reports, or before (`tell`). Each worker reports each load once,
     and a request loads again only after vLLM has heard of its last load. So it is enough to count
-    the reports to drop."""
+    the reports to drop. Beside another connector the workers report by request, so that there a
+    request loads again only once nothing of it is to be reported (`reports`)."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, int] = {}
@@ -113,6 +114,10 @@ class AwaitedLoads:
         for load in loads:
             self.waiting[load.request_id] = load.number
             self._unsent.discard(load.request_id)
+
+    def reports(self, request_id: str) -> bool:
+        """Whether workers are still to report a load of this request of which vLLM has heard."""
+        return request_id in self._told
 
     def stop(self) -> StepMetadata:
         """The message to the workers after the scheduler's half has gone out of use: end all

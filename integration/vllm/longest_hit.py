@@ -43,6 +43,9 @@ class Hits:
     """Connectors that have a longer hit, and have not yet said from which token."""
     loader: int | None = None
     """The connector of the last load."""
+    failed: set[int] = field(default_factory=set)
+    """Other connectors of which a load of this request has failed. Their hits count no more: their
+    worker may be out of use, and their scheduler's half may find the same again and again."""
 
     def allocated(self, loader: int | None) -> None:
         """The request has its blocks. loader: the connector that fills them, if one does."""
@@ -74,7 +77,7 @@ class LongestHit:
             tokens, waits = self._longer(hits, number, request, best)
             if tokens is None:
                 hits.late.add(number)
-            elif tokens > best:
+            elif tokens > best and number not in hits.failed:
                 best, hits.chosen, hits.waits = tokens, number, waits
         if hits.late and not self._whole(request, computed + best) and self._waits(hits):
             return None, False

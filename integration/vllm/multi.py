@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiKVConnectorMetadata,
 )
 
-from vcache_backend.errors import ConfigError
+from vcache_backend.errors import ConfigError, VCacheError
 
 from .. import plugin
 from .beside_lmcache import BesideLoads, maps
@@ -67,6 +67,8 @@ class RequestState:
     sent: bool = False
     """All of these have reported, while the load goes on."""
     over: bool = False
+    reported_by: float = 0.0
+    """When the workers must have reported a load of which vLLM has heard (time.monotonic)."""
 
 
 class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
@@ -149,13 +151,25 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        hits = self._requests.setdefault(request.request_id, RequestState()).hits
+        state = self._requests.setdefault(request.request_id, RequestState())
+        if self._ours.reports(request.request_id):
+            return self._not_yet(state)
+        hits, state.reported_by = state.hits, 0.0
         tokens, waits = self._longest.of(hits, request, num_computed_tokens)
         if tokens is not None:
             self._requests_to_connector.pop(request.request_id, None)
             if hits.chosen is not None:
                 self._requests_to_connector[request.request_id] = hits.chosen
         return tokens, waits
+
+    def _not_yet(self, state: RequestState) -> tuple[None, bool]:
+        """Have vLLM ask again: workers report loads by request, so that the next one's report could
+        be taken for the last one's. Raises VCacheError once that takes too long."""
+        state.reported_by = state.reported_by or monotonic() + 2 * TRANSFER_SECONDS
+        if monotonic() > state.reported_by:
+            late = f"within {2 * TRANSFER_SECONDS:.0f} s"
+            raise VCacheError(f"a load that is over was not reported {late}")
+        return None, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         state = self._requests.setdefault(request.request_id, RequestState())
@@ -246,6 +260,9 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
         if output.invalid_block_ids and self._ours.off and self._pool is not None:
             # vLLM leaves them in its prefix cache, though their request may be aborted.
             self._pool.evict_blocks({*range(self._pool.num_gpu_blocks)})
+        for name in output.failed_recving & self._requests.keys():
+            if loader := (hits := self._requests[name].hits).loader:  # ours looks after its own
+                hits.failed.add(loader)
         loaded, sent = output.finished_recving or (), output.finished_sending or ()
         output.finished_recving = {name for name in loaded if self._heard(name, load=True)}
         output.finished_sending = {name for name in sent if self._heard(name, load=False)}

@@ -307,6 +307,19 @@ class Serving:
 
         longest_hit.PATIENCE_SECONDS, longest_hit.LOOKUP_SECONDS = seconds, step
 
+    def report_within(self, seconds: float) -> None:
+        """How long what is under way may take, once a connector beside others is out of use."""
+        from vcache_backend.integration.vllm import multi
+
+        multi.TRANSFER_SECONDS = seconds
+
+    def preempts(self) -> dict[str, str]:
+        """As a trainer does, who keeps what runs: each request's status, before and after."""
+        core = self.llm.llm_engine.engine_core.engine_core
+        before = {id(one): one.status.name for one in core.scheduler.requests.values()}
+        core.reset_prefix_cache(reset_running_requests=True)
+        return {before[id(one)]: one.status.name for one in core.scheduler.requests.values()}
+
     def finds_lmcache(self, seconds: float) -> list[bool]:
         """Whether LMCache's server answers the scheduler's half of its connector, and the worker's,
         beside ours within so many seconds; they go by it from now on."""

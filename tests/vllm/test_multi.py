@@ -223,6 +223,28 @@ def test_vllm_hears_of_a_load_of_lmcaches_before_its_worker_reports_it(
     forget(b)
 
 
+def test_a_request_loads_again_once_its_last_load_was_reported(beside: Beside, quick: Node) -> None:
+    """LMCache's worker raises in the step that would report a load of which vLLM has heard, and the
+    request is preempted. LMCache's scheduler finds the same hit again, and each load fails."""
+    b, tokens = beside.start("again"), new_tokens(TOKENS)
+    right = quick.aside.one(tokens, max_tokens=20)
+    computed(quick.a, tokens)
+    forget(quick.a)
+    b.ask("report_within", 1.0)
+    with vllm_cases.stopped_at(b, FOUND) as held:
+        b.add("again", tokens, max_tokens=20)
+        eventually(lambda: (b.step(1), held.reached)[1])
+        b.ask("meddle", FREED, "count", None, vllm_cases.FOREVER)
+        held.go()
+        eventually(lambda: b.ask("calls")[FREED])
+    b.ask("meddle", f"{THEIRS}.get_transfer_results", "raise", None, vllm_cases.FOREVER)
+    b.step(3)
+    assert b.ask("preempts") == {"RUNNING": "PREEMPTED"}
+    assert b.finish("again")["again"].agrees(right)
+    assert b.log.count("LMCacheMPConnector is out of use") == 1
+    b.close()
+
+
 def test_whoever_does_not_answer_or_raises_leaves_the_other(beside: Beside, quick: Node) -> None:
     """A whole hit is not held up by a hung server. What might be longer there is waited for, but
     not for ever."""
