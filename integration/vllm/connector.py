@@ -217,10 +217,10 @@ class VCacheConnector(Boundary, KVConnectorBase_V1, SupportsHMA):  # type: ignor
         return number
 
     @guarded(answer(False))
-    def reports(self, request_id: str) -> bool:
+    def unreported(self, request_id: str) -> bool:
         """Whether workers are still to report a load of this request of which vLLM has heard, ours
         or one of `awaits`."""
-        return self._awaited.reports(request_id)
+        return self._awaited.unreported(request_id)
 
     @property
     def ends_address(self) -> tuple[str, str]:

@@ -91,7 +91,7 @@ class AwaitedLoads:
     load once: from the workers' reports, or before (`tell`). Each worker reports each load once,
     and a request loads again only after vLLM has heard of its last load. So it is enough to count
     the reports to drop. Beside another connector the workers report by request, so that there a
-    request loads again only once nothing of it is to be reported (`reports`)."""
+    request loads again only once nothing of it is to be reported (`unreported`)."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, int] = {}
@@ -115,7 +115,7 @@ class AwaitedLoads:
             self.waiting[load.request_id] = load.number
             self._unsent.discard(load.request_id)
 
-    def reports(self, request_id: str) -> bool:
+    def unreported(self, request_id: str) -> bool:
         """Whether workers are still to report a load of this request of which vLLM has heard."""
         return request_id in self._told
 

@@ -152,7 +152,7 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         state = self._requests.setdefault(request.request_id, RequestState())
-        if self._ours.reports(request.request_id):
+        if self._ours.unreported(request.request_id):
             return self._not_yet(state)
         hits, state.reported_by = state.hits, 0.0
         tokens, waits = self._longest.of(hits, request, num_computed_tokens)

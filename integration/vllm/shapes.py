@@ -16,7 +16,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 OWN = {"awaits", "ends_address", "in_place", "loads_wait", "open_ends", "open_nothing", "put_end"}
-OWN |= {"reports", "stop", "weights_are", "weights_change"}
+OWN |= {"stop", "unreported", "weights_are", "weights_change"}
 """Public attributes of our connector that are not vLLM's."""
 MAY_LACK = {"restore_kv_caches", "unregister_kv_caches"}
 """Methods that vLLM's connectors have from 0.33 on: without them `sharing` refuses sleep mode."""
