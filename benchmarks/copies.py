@@ -8,6 +8,8 @@ contiguous bytes. All bytes are compared before any timing."""
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -167,6 +169,30 @@ def copier_seconds(work: Callable[[], Completion]) -> float:
     return _wait(work()).seconds or 0.0
 
 
+def later_kernels(copier: CudaCopier, case: Case) -> Row:
+    """How fast the GPU begins kernels after 16 copies. Directly launched ones on two streams would
+    slow down all later ones, until the GPU runs another process: see `KernelGraph`. The current
+    stream launches as many."""
+    another = "import torch; torch.ones(1, device='cuda').cpu()"
+    graph, number = torch.cuda.CUDAGraph(), torch.ones(64, device="cuda")
+    with torch.cuda.graph(graph):
+        for _ in range(400):
+            number.add_(1)
+
+    def seconds() -> list[float]:
+        return [engine_seconds(graph.replay) for _ in range(RUNS)]
+
+    subprocess.run([sys.executable, "-c", another], check=True, timeout=60)
+    seconds()
+    before = seconds()
+    for _ in range(16):
+        number.add_(1)
+        _wait(case.into(copier))
+    what = "a graph of 400 small kernels, after 16 copies; reference: before them"
+    micros = [[1e6 * each for each in samples] for samples in (seconds(), before)]
+    return row("later_kernels", "us", *micros, what=what, at_most=1.05)
+
+
 def run() -> list[Row]:
     """All copy cases; needs two GPUs with peer access for those between GPUs."""
     first, host = resolve("cuda:0"), resolve("host", "cuda:0")
@@ -198,6 +224,7 @@ def run() -> list[Row]:
         add("inplace_copy_3_owners", case, f"out of KV caches on 3 peers {how}", 0.93)
     own = slots(first, first, 256 * MIB)
     add("local_store_256MiB", own, "into the own segment", 0.85, store=True)
+    rows.append(later_kernels(copier, own))
     locked = slots(host, host, 256 * MIB)
     add("host_retrieve_256MiB", locked, "out of locked host memory", 0.85)
     add("host_store_256MiB", locked, "into locked host memory", 0.85, store=True)

@@ -14,7 +14,7 @@ import logging
 import os
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Literal
 
@@ -273,6 +273,22 @@ class Driver:
     def copy_async(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Copy between any two addresses that the current context can reach."""
         self.call("cuMemcpyAsync", target, source, nbytes, stream)
+
+    def captured(self, work: Callable[[int], None]) -> Any:
+        """The graph of what `work` queues on the stream with the handle that it is given. Other
+        threads may do anything meanwhile."""
+        relaxed = self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        # A stream of torch's may be in use elsewhere.
+        stream = self.call("cuStreamCreate", self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        try:
+            self.call("cuStreamBeginCapture", stream, relaxed)
+            try:
+                work(int(stream))
+            finally:
+                graph = self.call("cuStreamEndCapture", stream)
+        finally:
+            self.attempt("cuStreamDestroy", stream)
+        return graph
 
     def synchronize(self) -> None:
         """Wait for all work of the current context's device."""

@@ -25,7 +25,6 @@ two microseconds."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -35,7 +34,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vcache_backend.vram_pool import cuda_driver
 from vcache_backend.vram_pool.copies.geometry import Int64s, PagedKV, alignment, of_kinds
+from vcache_backend.vram_pool.copies.kernel_graph import KernelGraph
 from vcache_backend.vram_pool.cuda_driver import Driver
 
 _COLUMNS = tl.constexpr(3)
@@ -138,11 +139,12 @@ def launch(
     kernel = _compiled(kv.page_bytes, planes, aligned, block_bytes, to_origin, part.many, kv.device)
     pieces = part.blocks * planes * kernel.shape["PIECES"]
     grid, own = (max(1, min(ctas, pieces)), 1, 1), table[part.first :]
-    if kernel.compiled is None:  # Triton's interpreter
+    if kernel.graph is None:  # Triton's interpreter
         copy_kernel[grid](own, part.blocks, **kernel.shape)
-    else:
-        constants = (kernel.shape[name] for name in copy_kernel.arg_names[2:])
-        kernel.compiled[grid](own, part.blocks, *constants, stream=stream)
+        return
+    if stream is None:
+        stream = torch.cuda.current_stream().cuda_stream
+    kernel.graph.launch(own.data_ptr(), part.blocks, thread_blocks=grid[0], stream=stream)
 
 
 class _Kernel(NamedTuple):
@@ -150,7 +152,7 @@ class _Kernel(NamedTuple):
 
     shape: dict[str, Any]
     """The compile-time arguments."""
-    compiled: Any
+    graph: KernelGraph | None
     """None under Triton's interpreter."""
 
 
@@ -185,8 +187,15 @@ def _compiled(
     }
     if not isinstance(copy_kernel, triton.JITFunction):
         return _Kernel(shape, None)
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        return _Kernel(shape, copy_kernel.warmup(torch.int64, 1, grid=(1,), **shape))
+    with torch.cuda.device(device):
+        compiled = copy_kernel.warmup(torch.int64, 1, grid=(1,), **shape)
+        table = torch.empty((1, 3), dtype=torch.int64, device=device)
+        constants = [shape[name] for name in copy_kernel.arg_names[2:]]
+
+        def capture(stream: int) -> None:
+            compiled[1, 1, 1](table, 1, *constants, stream=stream)
+
+        return _Kernel(shape, KernelGraph(cuda_driver.load(), capture))
 
 
 def _piece(nbytes: int, most: int) -> int:
