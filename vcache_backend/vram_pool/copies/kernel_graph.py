@@ -15,10 +15,10 @@ class KernelGraph:
     """Launches a kernel whose first parameters are an address and a 32-bit number. Any thread may
     launch; the device's context must be current.
 
-    Why a graph: after a process has launched five kernels directly on each of two streams, all its
-    later kernels begin 0.2 to 0.5 µs later, also those in vLLM's graphs, until the GPU runs another
-    process: 3 % of a decode step of an 8B model on an H200. Launches of graphs do not count. See
-    docs/vllm/prefill_decode.md.
+    Why a graph: after some five direct launches on each of two streams all kernels of a process
+    begin 0.2 to 0.5 µs later, also those in vLLM's graphs, until the GPU runs another process: 3 %
+    of a decode step. Launches of graphs do not count. See
+    docs/adr/0035-copies-are-launched-as-graphs.md.
 
     capture: launches the kernel on the stream with this handle; called once."""
 
