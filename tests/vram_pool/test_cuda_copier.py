@@ -249,6 +249,19 @@ def test_a_load_after_a_mark_is_not_waited_for_by_the_current_stream() -> None:
 
 
 @pytest.mark.gpu
+def test_copiers_of_a_gpu_do_not_wait_for_each_other() -> None:
+    held, free, busy = Room(), Room(), torch.cuda.Stream()
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(LONG)
+        mark = held.copier.mark()
+    waits = held.pull(mark)
+    assert free.pull(NOTHING).wait(10)
+    assert not waits.done()
+    assert all_are(free.caches, NEW)
+    assert waits.wait(10)
+
+
+@pytest.mark.gpu
 def test_a_load_comes_after_the_work_before_its_mark() -> None:
     """Who owned the blocks before may still write into them then."""
     room = Room()

@@ -99,7 +99,8 @@ class CudaCopier(Copier):
                 table = torch.empty((len(kind.pages), 3), dtype=torch.int64, device=self.device)
                 for to_origin, many in ((True, False), (False, False), (False, True)):
                     part = kernel.TablePart(kind, 0, 0, many, 16)
-                    kernel.launch(part, table, to_origin=to_origin, ctas=1)
+                    stream = (self._out if to_origin else self._into).cuda_stream
+                    kernel.launch(part, table, to_origin=to_origin, ctas=1, stream=stream)
 
     def mark(self) -> CudaMark:
         # Who waits for it sleeps.

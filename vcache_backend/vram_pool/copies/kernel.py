@@ -133,18 +133,19 @@ def launch(
     table: (rows, 3) int64, filled by `fill_table`, contiguous, on the current device; the table
     must live until the kernel has run. to_origin: copy out of the KV cache (gather), otherwise into
     the KV cache. ctas: see `thread_blocks`. block_bytes: a thread block moves at most so many bytes
-    at a time. stream: a stream's handle; None: the current stream."""
+    at a time. stream: a stream's handle; None: the current stream. Raises SegmentError."""
     kv, planes = part.kv, len(part.kv.pages)
     aligned = alignment(kv.aligned, part.aligned)
-    kernel = _compiled(kv.page_bytes, planes, aligned, block_bytes, to_origin, part.many, kv.device)
-    pieces = part.blocks * planes * kernel.shape["PIECES"]
-    grid, own = (max(1, min(ctas, pieces)), 1, 1), table[part.first :]
-    if kernel.graph is None:  # Triton's interpreter
-        copy_kernel[grid](own, part.blocks, **kernel.shape)
-        return
     if stream is None:
-        stream = torch.cuda.current_stream().cuda_stream
-    kernel.graph.launch(own.data_ptr(), part.blocks, thread_blocks=grid[0], stream=stream)
+        stream = torch.cuda.current_stream().cuda_stream if kv.device.type == "cuda" else 0
+    what = kv.page_bytes, planes, aligned, block_bytes, to_origin, part.many
+    kernel = _compiled(*what, kv.device, stream)
+    pieces = part.blocks * planes * kernel.shape["PIECES"]
+    grid, own = max(1, min(ctas, pieces)), table[part.first :]
+    if kernel.graph is None:  # Triton's interpreter
+        copy_kernel[grid, 1, 1](own, part.blocks, **kernel.shape)
+    else:
+        kernel.graph.launch(own.data_ptr(), part.blocks, thread_blocks=grid, stream=stream)
 
 
 class _Kernel(NamedTuple):
@@ -165,9 +166,10 @@ def _compiled(
     to_origin: bool,
     many: bool,
     device: torch.device,
+    stream: int,
 ) -> _Kernel:
-    """The compiled kernel. Cached, since at each launch `copy_kernel[grid]` would bind and
-    specialise the arguments and look up the kernel.
+    """The kernel, compiled, for launches on one stream. Cached, since at each launch
+    `copy_kernel[grid]` would bind and specialise the arguments and look up the kernel.
 
     Words are as wide, up to 8 bytes, as all sizes and addresses allow."""
     word, piece = min(8, aligned), _piece(page_bytes, block_bytes)

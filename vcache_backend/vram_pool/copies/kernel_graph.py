@@ -3,39 +3,42 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
 
+from vcache_backend.errors import SegmentError
 from vcache_backend.vram_pool.cuda_driver import Driver, DriverError
 
 
 class KernelGraph:
-    """Launches a kernel whose first parameters are an address and a 32-bit number. Any thread may
-    launch; the device's context must be current.
+    """Launches a kernel of two parameters, an address and a 32-bit number, on one stream. Any
+    thread may launch; the device's context must be current. Its graph is never destroyed.
 
     Why a graph: after some five direct launches on each of two streams all kernels of a process
     begin 0.2 to 0.5 µs later, also those in vLLM's graphs, until the GPU runs another process: 3 %
     of a decode step. Launches of graphs do not count. See
     docs/adr/0035-copies-are-launched-as-graphs.md.
 
-    capture: launches the kernel on the stream with this handle; called once."""
+    capture: launches the kernel on the stream with this handle. Called once, and kept with all that
+    the kernel needs. What it passes behind the two parameters must be null."""
 
     def __init__(self, driver: Driver, capture: Callable[[int], None]) -> None:
-        self._driver, self._lock = driver, threading.Lock()
+        self._driver, self._capture, self._lock = driver, capture, threading.Lock()
         self._address, self._number = ctypes.c_uint64(), ctypes.c_int32()
-        # It lives as long as this object does: the other parameters are in it.
         graph = driver.captured(capture)
-        (self._node,), _ = driver.call("cuGraphGetNodes", graph, 1)
+        nodes, count = driver.call("cuGraphGetNodes", graph, 2)
+        if count != 1:
+            raise SegmentError(f"a copy's kernel was captured as {count} nodes of a graph, not one")
+        self._node = nodes[0]
         self._given = driver.call("cuGraphKernelNodeGetParams", self._node)
         self._parameters = self._ours(self._given)
         self._given.kernelParams = ctypes.addressof(self._parameters)
         self._executable = driver.call("cuGraphInstantiate", graph, 0)
 
     def launch(self, address: int, number: int, *, thread_blocks: int, stream: int) -> None:
-        """Launch on the stream with this handle, behind this object's earlier launches on any
-        stream. Returns at once. Raises DriverError."""
+        """Launch on the stream with this handle: always the same stream, since launches of one
+        graph wait for each other. Returns at once. Raises DriverError."""
         with self._lock:
             self._address.value, self._number.value = address, number
             self._given.gridDimX = thread_blocks
@@ -46,15 +49,24 @@ class KernelGraph:
             self._driver.call("cuGraphLaunch", self._executable, stream)
 
     def _ours(self, given: Any) -> Any:
-        """Pointers to all parameters: the first two are ours."""
-        count = next(i for i in itertools.count() if not self._has(given.func, i))
-        every = (ctypes.c_void_p * count).from_address(int(given.kernelParams))
+        """Pointers to all parameters: to our two, and to the captured ones behind them."""
+        count = 0
+        while self._has(given.func, count):
+            count += 1
+        every = (ctypes.c_size_t * count).from_address(int(given.kernelParams))[:]
+        if any(ctypes.c_uint64.from_address(pointer).value for pointer in every[2:]):
+            raise SegmentError(
+                "Triton gives a copy's kernel memory of its own at each launch, which a graph "
+                "cannot have: unset TRITON_INSTRUMENTATION_MODE"
+            )
         mine = ctypes.addressof(self._address), ctypes.addressof(self._number)
-        return (ctypes.c_void_p * count)(*mine, *every[2:])
+        return (ctypes.c_size_t * count)(*mine, *every[2:])
 
     def _has(self, function: Any, parameter: int) -> bool:
         try:
             self._driver.call("cuFuncGetParamInfo", function, parameter)
-        except DriverError:
+        except DriverError as error:
+            if error.code != "CUDA_ERROR_INVALID_VALUE":
+                raise
             return False
         return True
