@@ -74,11 +74,11 @@ class Graphs(FakeCuda):
 
 def test_each_launch_has_its_own_parameters() -> None:
     cuda, captured = Graphs(), list[int]()
-    graph = KernelGraph(Driver(cuda), captured.append)
+    graph = KernelGraph(Driver(cuda), captured.append, STREAM)
     assert captured == [STREAM + 1]
     assert not cuda.streams
-    graph.launch(1 << 40, 5, thread_blocks=64, stream=STREAM)
-    graph.launch(1 << 41, 6, thread_blocks=1, stream=STREAM)
+    graph.launch(1 << 40, 5, thread_blocks=64)
+    graph.launch(1 << 41, 6, thread_blocks=1)
     assert cuda.launched == [(1 << 40, 5, 0, 0, 64, STREAM), (1 << 41, 6, 0, 0, 1, STREAM)]
 
 
@@ -91,7 +91,7 @@ def test_a_graph_keeps_the_kernel() -> None:
 
     kernel = Kernel()
     alive = weakref.ref(kernel)
-    graph = KernelGraph(Driver(Graphs()), kernel)
+    graph = KernelGraph(Driver(Graphs()), kernel, STREAM)
     del kernel
     gc.collect()
     assert alive() is not None
@@ -109,14 +109,14 @@ def test_a_graph_keeps_the_kernel() -> None:
 )
 def test_a_kernel_with_memory_of_its_own_at_each_launch_is_refused(cuda: Graphs, said: str) -> None:
     with pytest.raises(SegmentError, match=said):
-        KernelGraph(Driver(cuda), lambda stream: None)
+        KernelGraph(Driver(cuda), lambda stream: None, STREAM)
 
 
 def test_a_failure_is_not_the_end_of_the_parameters() -> None:
     cuda = Graphs()
     cuda.ends = Code.CUDA_ERROR_INVALID_CONTEXT
     with pytest.raises(DriverError, match="cuFuncGetParamInfo: CUDA_ERROR_INVALID_CONTEXT"):
-        KernelGraph(Driver(cuda), lambda stream: None)
+        KernelGraph(Driver(cuda), lambda stream: None, STREAM)
 
 
 def test_a_capture_that_raises_leaves_no_stream() -> None:
@@ -126,5 +126,5 @@ def test_a_capture_that_raises_leaves_no_stream() -> None:
         raise RuntimeError("no kernel")
 
     with pytest.raises(RuntimeError, match="no kernel"):
-        KernelGraph(Driver(cuda), fails)
+        KernelGraph(Driver(cuda), fails, STREAM)
     assert not cuda.streams

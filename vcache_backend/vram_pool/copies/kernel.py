@@ -145,7 +145,7 @@ def launch(
     if kernel.graph is None:  # Triton's interpreter
         copy_kernel[grid, 1, 1](own, part.blocks, **kernel.shape)
     else:
-        kernel.graph.launch(own.data_ptr(), part.blocks, thread_blocks=grid, stream=stream)
+        kernel.graph.launch(own.data_ptr(), part.blocks, thread_blocks=grid)
 
 
 class _Kernel(NamedTuple):
@@ -197,7 +197,7 @@ def _compiled(
         def capture(stream: int) -> None:
             compiled[1, 1, 1](table, 1, *constants, stream=stream)
 
-        return _Kernel(shape, KernelGraph(cuda_driver.load(), capture))
+        return _Kernel(shape, KernelGraph(cuda_driver.load(), capture, stream))
 
 
 def _piece(nbytes: int, most: int) -> int:

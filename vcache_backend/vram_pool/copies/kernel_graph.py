@@ -12,8 +12,9 @@ from vcache_backend.vram_pool.cuda_driver import Driver, DriverError
 
 
 class KernelGraph:
-    """Launches a kernel of two parameters, an address and a 32-bit number, on one stream. Any
-    thread may launch; the device's context must be current. Its graph is never destroyed.
+    """Launches a kernel of two parameters, an address and a 32-bit number, on one stream, since
+    launches of one graph wait for each other. Any thread may launch; the device's context must be
+    current. The graph is never destroyed.
 
     Why a graph: after some five direct launches on each of two streams all kernels of a process
     begin 0.2 to 0.5 µs later, also those in vLLM's graphs, until the GPU runs another process: 3 %
@@ -21,10 +22,12 @@ class KernelGraph:
     docs/adr/0035-copies-are-launched-as-graphs.md.
 
     capture: launches the kernel on the stream with this handle. Called once, and kept with all that
-    the kernel needs. What it passes behind the two parameters must be null."""
+    the kernel needs. What it passes behind the two parameters must be null. stream: the handle of
+    the stream for all launches."""
 
-    def __init__(self, driver: Driver, capture: Callable[[int], None]) -> None:
-        self._driver, self._capture, self._lock = driver, capture, threading.Lock()
+    def __init__(self, driver: Driver, capture: Callable[[int], None], stream: int) -> None:
+        self._driver, self._capture, self._stream = driver, capture, stream
+        self._lock = threading.Lock()
         self._address, self._number = ctypes.c_uint64(), ctypes.c_int32()
         graph = driver.captured(capture)
         nodes, count = driver.call("cuGraphGetNodes", graph, 2)
@@ -36,9 +39,8 @@ class KernelGraph:
         self._given.kernelParams = ctypes.addressof(self._parameters)
         self._executable = driver.call("cuGraphInstantiate", graph, 0)
 
-    def launch(self, address: int, number: int, *, thread_blocks: int, stream: int) -> None:
-        """Launch on the stream with this handle: always the same stream, since launches of one
-        graph wait for each other. Returns at once. Raises DriverError."""
+    def launch(self, address: int, number: int, *, thread_blocks: int) -> None:
+        """Launch the kernel. Returns at once. Raises DriverError."""
         with self._lock:
             self._address.value, self._number.value = address, number
             self._given.gridDimX = thread_blocks
@@ -46,7 +48,7 @@ class KernelGraph:
             self._driver.call(
                 "cuGraphExecKernelNodeSetParams", self._executable, self._node, self._given
             )
-            self._driver.call("cuGraphLaunch", self._executable, stream)
+            self._driver.call("cuGraphLaunch", self._executable, self._stream)
 
     def _ours(self, given: Any) -> Any:
         """Pointers to all parameters: to our two, and to the captured ones behind them."""
