@@ -274,7 +274,7 @@ EQUAL = {
         "lmcache": "f4151d0b",
     },
     "the same, one H200, the latest": {
-        "inplace": "7c262837",
+        "inplace": "e4a1414e",
         "vllm": "7c262837",
         "lmcache": "9695bb3f",
     },
