@@ -9,10 +9,11 @@ decode server (kv_consumer) is told that another instance computes this prompt: 
 chunks and loads them, and its answer is streamed to the client. No server knows another, and
 requests may reach any two of them in any order, since KV is found by the prompt's tokens.
 
-If the prefill server fails, the decode server computes the prompt itself after the deadline
-(--wait-seconds). The proxy says so, and asks that prefill server nothing for 10 s. If none is left,
-it announces nothing, so that the next requests need not wait. If a decode server fails, its
-requests fail, and the next ones go to the others for 10 s, if there are others."""
+If the prefill server fails, the decode server computes the prompt itself, after the deadline
+(--wait-seconds) at most. The proxy says so. A prefill server that cannot be reached, or answers 502
+to 504, is asked nothing for 10 s. If none is left, nothing is announced, so that the next requests
+need not wait. If a decode server fails, its requests fail, and the next ones go to the others for
+10 s, if there are others."""
 
 from __future__ import annotations
 
@@ -40,9 +41,8 @@ LEAD_SECONDS = 0.5
 """How much later the prefill server is asked with `decode-first`."""
 PAUSE_SECONDS = 10.0
 """For how long a server that failed is not asked."""
-IDLE_SECONDS = 2.0
-"""For how long a connection without a request is kept. vLLM closes one after 5 s, which a request
-that is just being sent would meet."""
+BROKEN = (502, 503, 504)
+"""What a server answers that fails for every request. 500 may be a request's own fault."""
 NOT_FOR_PREFILL = (
     "stream_options",
     "min_tokens",
@@ -104,7 +104,7 @@ class Proxy:
         end."""
         try:
             body: dict[str, Any] = {} | json.loads(await request.read())
-        except (ValueError, TypeError, RecursionError):
+        except (ValueError, TypeError, RecursionError, web.RequestPayloadError):
             raise web.HTTPBadRequest(text="the body must be a JSON object") from None
         number, first = next(self._numbers), None
         able = not_paused(self.prefill)
@@ -151,6 +151,11 @@ class Proxy:
     async def _prefill(self, number: int, server: Server, path: str, body: dict[str, Any]) -> bool:
         """Have a prefill server compute the prompt. If that fails, say so and return False."""
         asked = {name: value for name, value in body.items() if name not in NOT_FOR_PREFILL}
+        given, wishes = wishes_of(body)
+        if wishes:
+            # Otherwise a server with kv_both waits for itself.
+            own = {name: value for name, value in wishes.items() if name not in self.announcement}
+            asked["kv_transfer_params"] = {**given, "vcache": own}
         server.running += 1
         try:
             await asyncio.sleep(LEAD_SECONDS if self.order == "decode-first" else 0.0)
@@ -160,7 +165,7 @@ class Proxy:
                 text = await reply.text(errors="replace")
                 if reply.ok:
                     return True
-                what, broken = f"HTTP {reply.status}: {text[:200]}", reply.status >= 500
+                what, broken = f"HTTP {reply.status}: {text[:200]}", reply.status in BROKEN
         except (ClientError, TimeoutError) as error:
             what, broken = f"{type(error).__name__}: {error}", True
         finally:
@@ -170,7 +175,7 @@ class Proxy:
         after = (
             ""
             if self.order == "prefill-first"
-            else f" after {self.announcement['wait_seconds']:g} s"
+            else f", after {self.announcement['wait_seconds']:g} s at most"
         )
         say(
             f"request {number}: the prefill server failed ({what}); the decode server computes "
@@ -180,10 +185,10 @@ class Proxy:
 
     def _with_announcement(self, body: dict[str, Any]) -> dict[str, Any]:
         """Add `kv_transfer_params` that announce the request's KV. The client's own values there
-        count; if they are no object, the decode server says so."""
-        given = body.get("kv_transfer_params") or {}
-        wishes = (given.get("vcache") or {}) if isinstance(given, dict) else None
-        if not isinstance(wishes, dict):
+        count; if they are no object, the decode server says so. Nothing is announced that the
+        prefill server may not store."""
+        given, wishes = wishes_of(body)
+        if wishes is None or wishes.get("store") is False:
             return body
         announced = {**given, "vcache": {**self.announcement, **wishes}}
         return {**body, "kv_transfer_params": announced}
@@ -207,11 +212,22 @@ class Proxy:
             return response
 
     async def _connected(self, app: web.Application) -> AsyncIterator[None]:
-        # With a limit, requests that wait for KV would keep those away that have it computed.
-        connections = TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
+        # With a limit, requests that wait for KV would keep those away that have it computed. vLLM
+        # closes connections after some errors and after 5 s, which a request would meet that is
+        # just being sent: so each has a connection of its own.
+        connections = TCPConnector(limit=0, force_close=True)
         timeout = ClientTimeout(total=None, sock_connect=5)
         async with ClientSession(connector=connections, timeout=timeout) as self._session:
             yield
+
+
+def wishes_of(body: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The client's `kv_transfer_params`, and `vcache` in them; None if either is no object."""
+    given = body.get("kv_transfer_params")
+    given = {} if given is None else given
+    wishes = given.get("vcache") if isinstance(given, dict) else given
+    wishes = {} if wishes is None else wishes
+    return given, wishes if isinstance(wishes, dict) else None
 
 
 def content_type(reply: Any) -> dict[str, str]:

@@ -225,6 +225,8 @@ class WaitState(msgspec.Struct):
     """A wait has begun. A request waits once."""
     asked: float = 0.0
     """When the server was last asked during the wait (time.monotonic)."""
+    begun: bool = False
+    """By the server's last answer somebody computes what the request waits for."""
     seconds: float = 0.0
     """How long the request has waited."""
     tokens: int = 0

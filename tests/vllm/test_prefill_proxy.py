@@ -38,11 +38,11 @@ class Asked(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         server: Any = self.server
         asked: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        server.failures += server.fails
+        server.failures += bool(server.fails)
         server.asked.append(asked)
         server.connections.add(self.client_address)
         server.ready(asked)
-        self.send_response(500 if server.fails else 200)
+        self.send_response(server.fails or 200)
         if server.breaks_off:
             self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
@@ -66,7 +66,8 @@ class Server(ThreadingHTTPServer):
     """Answers, or fails, and keeps what it is asked. ready: called before it answers."""
 
     request_queue_size = 256
-    fails = breaks_off = False
+    fails, breaks_off = 0, False
+    """fails: the status that it answers, if not 0."""
     failures, says = 0, b"{}"
 
     def __init__(self) -> None:
@@ -160,7 +161,7 @@ def test_two_prefill_servers_and_two_decode_servers_are_asked_in_turn(
             return [len(one.asked) for one in servers]
 
         assert asks(4) == [2, 2, 2, 2]
-        servers[0].fails = True
+        servers[0].fails = 503
         asks(2)
         child.expect(FAILED)
         assert asks(4)[1] == 7
@@ -206,9 +207,57 @@ def test_a_decode_server_that_refuses_is_left_out(servers: list[Server]) -> None
         assert [ask(port) for _ in range(2)] == [502, 502]
 
 
+def test_a_request_that_a_server_cannot_answer_leaves_the_others_announced(
+    servers: list[Server],
+) -> None:
+    """One client could otherwise keep all others from the prefill server."""
+    prefill, decode = servers[0], servers[2]
+    prefill.fails = 500
+    with proxy([prefill.url], [decode.url], "--order", "prefill-first") as (port, child):
+        assert ask(port) == 200
+        child.expect(FAILED)
+        prefill.fails = 0
+        assert ask(port) == 200
+    assert ["kv_transfer_params" in asked for asked in decode.asked] == [False, True]
+
+
+WAITS, STORES_NOT = {"announced": True, "wait_seconds": 2}, {"store": False}
+WISHES = {
+    "null": (None, {"vcache": {"announced": True, "wait_seconds": 5.0}}),
+    "false": (False, False),
+    "a list": ([], []),
+    "its own wait": ({"vcache": WAITS}, {"vcache": WAITS}),
+    "no store": ({"vcache": STORES_NOT}, {"vcache": STORES_NOT}),
+}
+"""A client's `kv_transfer_params`, and what the decode server gets."""
+
+
+@pytest.mark.parametrize("case", WISHES)
+def test_what_is_announced_to_whom(servers: list[Server], case: str) -> None:
+    """A decode server does not wait for what nobody stores, nor a prefill server for itself."""
+    prefill, decode, (given, expected) = servers[0], servers[2], WISHES[case]
+    decode.ready = lambda _: eventually(lambda: prefill.asked)
+    body = json.dumps({"prompt": "a", "kv_transfer_params": given}).encode()
+    with proxy([prefill.url], [decode.url]) as (port, _):
+        assert ask(port, body) == 200
+    assert decode.asked[0]["kv_transfer_params"] == expected
+    assert "announced" not in json.dumps(prefill.asked)
+
+
+def test_a_body_that_is_not_compressed_as_it_says_is_refused(servers: list[Server]) -> None:
+    with proxy([servers[0].url], [servers[2].url]) as (port, child):
+        asked = Request(f"http://127.0.0.1:{port}/v1/completions", b"{}")
+        asked.add_header("Content-Encoding", "gzip")
+        with pytest.raises(HTTPError) as raised:
+            urlopen(asked, timeout=SECONDS)
+        with raised.value as error:
+            assert error.code == 400
+        assert "Traceback" not in child.said()
+
+
 @pytest.mark.parametrize("order", ["together", "prefill-first"])
 def test_a_prefill_server_may_say_what_is_no_text(servers: list[Server], order: str) -> None:
-    servers[0].fails, servers[0].says = True, b"\xff\xfe"
+    servers[0].fails, servers[0].says = 500, b"\xff\xfe"
     with proxy([servers[0].url], [servers[2].url], "--order", order) as (port, child):
         servers[2].ready = lambda _: eventually(lambda: FAILED in child.said())
         assert ask(port) == 200
@@ -295,21 +344,15 @@ def test_a_client_that_leaves_is_no_failure_of_the_decode_server(
     assert "failed" not in capsys.readouterr().out
 
 
-def test_no_connection_is_used_that_vllm_may_just_close(
+def test_each_request_has_a_connection_of_its_own(
     servers: list[Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The request would fail."""
-    envs = pytest.importorskip("vllm.envs")
-    connector = import_module("aiohttp.connector")
+    """vLLM closes connections after errors and after some seconds: a request that is just being sent
+    would fail."""
 
     async def steps(_: Any, once: Any) -> None:
-        now = connector.monotonic
-        for _ in range(2):
+        for _ in range(3):
             await once()
-        assert len(servers[2].connections) == 1
-        closes = envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE
-        monkeypatch.setattr(connector, "monotonic", lambda: now() + 0.9 * closes)
-        await once()
-        assert len(servers[2].connections) == 2
+        assert len(servers[2].connections) == 3
 
     inside(monkeypatch, servers, steps)

@@ -65,6 +65,13 @@ def test_an_unlisted_cause_is_counted_as_other() -> None:
     assert {*CAUSES.values(), "store"} <= set(stats.FAILURES)
 
 
+def test_each_cause_of_failed_loads_is_counted_under_the_name_that_the_page_explains() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    section = page.partition("\n## Loads fail")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert sorted(re.findall("`([a-z_]+)`", "".join(rows))) == sorted(stats.FAILURES)
+
+
 def taken(meter: Meter) -> Any:
     found = meter.take()
     return found and found.data

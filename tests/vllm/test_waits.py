@@ -264,6 +264,28 @@ def begun(owner: Client, engine: Engine) -> list[int]:
     return tokens
 
 
+def test_the_more_wait_the_less_is_asked_for_what_nobody_computes(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else whoever announces much that never comes slows down everybody's steps."""
+    clock = FakeClock()
+    monkeypatch.setattr(waits, "monotonic", clock)
+    patience(engine, 100 * SECONDS)
+    with engine.here.client() as owner:
+        computed = [engine.add(begun(owner, engine))]
+        never = [engine.add(new_tokens(PROMPT), announced=True) for _ in range(15)]
+        engine.step()
+        all_of = [engine.tracked(one) for one in computed + never]
+        assert len(engine.half.waits.waiting) == 16
+        asked = [0] * 16
+        for _ in range(20):
+            clock.advance(0.00101)
+            asked = [
+                n + engine.half.waits.is_due(one) for n, one in zip(asked, all_of, strict=True)
+            ]
+        assert asked == [20, *[5] * 15]
+
+
 def test_a_wait_ends_though_nobody_answers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeClock()
     monkeypatch.setattr(waits, "monotonic", clock)

@@ -26,7 +26,7 @@ from vcache_backend.transfer.stats import NOT_OFFLOADED, NOT_STORED, LoadStats
 log = logging.getLogger("vllm.vcache")
 OTHER = "other"
 FAILURES = (
-    *("internal", "server", "late", "segment", "copy", "changed"),
+    *("internal", "server", "late", "segment", "copy", "changed", "unkept"),
     *("store", "store_absent", "store_bad", "store_late", OTHER),
 )
 TIERS = ("own", "peer", "host", "resident", "store")
