@@ -64,6 +64,11 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "another key": lambda file: file.write_bytes(b'{"more": 1, ' + file.read_bytes()[1:]),
     "no text": lambda file: file.write_bytes(b'{"combination": 7, "date": "\xff", "model": ""}'),
     "a pipe": pipe,
+    "others may write it": lambda file: file.chmod(0o620),
+    "others may write beside it": lambda file: file.parent.chmod(0o770),
+    "a link instead of its folder": lambda file: file.parent.symlink_to(
+        file.parent.rename(file.parent.parent / "elsewhere")
+    ),
     "a folder": lambda file: (file.unlink(), file.mkdir()),
     "no folder": lambda file: (elsewhere(file), file.parent.rmdir(), file.parent.write_text("")),
 }
@@ -80,11 +85,28 @@ def test_a_folder_that_cannot_be_written_is_an_error_of_one_line(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    with pytest.raises(VCacheError, match="the proof cannot be kept: .*Not a directory"):
+    with pytest.raises(VCacheError, match="the proof cannot be kept: .*Not a directory.*XDG_STATE"):
         proofs.write(PROOF)
     monkeypatch.setenv("XDG_STATE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert proofs.write(PROOF).parent == tmp_path / "home/.local/state/vcache"
+
+
+def test_another_user_is_not_believed(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proofs, "TRUSTED", frozenset((os.getuid() + 1,)))
+    assert proofs.believed() == []
+    with pytest.raises(VCacheError, match="belongs to uid"):
+        proofs.write(PROOF)
+
+
+def test_no_proof_is_kept_where_nobody_would_believe_it(kept: Path) -> None:
+    """`vcache prove` says so before it starts anything."""
+    kept.parent.chmod(0o777)
+    for call in (proofs.room, lambda: proofs.write(PROOF)):
+        with pytest.raises(VCacheError, match="others can write to .*chmod go-w .*XDG_STATE_HOME"):
+            call()
+    kept.parent.chmod(0o700)
+    assert (proofs.room(), proofs.believed()) == (kept.parent, [PROOF])
 
 
 def test_a_full_disk_leaves_the_earlier_proof(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:

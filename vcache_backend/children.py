@@ -211,7 +211,7 @@ def answer_commands(make: Callable[[], Any]) -> None:
             reply = "", call(**arguments)
         except Exception as error:  # noqa: BLE001 - the parent decides what a failure costs
             traceback.print_exc()
-            reply = f"{type(error).__name__}: {error}", None
+            reply = f"{type(error).__name__}: {' '.join(str(error).split())}", None
         pipe.send(reply)
 
     answer(lambda: made.append(make()))

@@ -413,14 +413,20 @@ def prove(
     from vcache_backend.status import plain
 
     clean_up_if_ended()
+    proofs.room()
     asked = proving.Settings(model, share, seconds)
     proof, shown = proving.run(asked, lambda line: typer.echo(line, err=True))
-    good = all(one.status == "ok" for one in shown)
-    where = str(proofs.write(proof)) if good else ""
+    good, where, failed = all(one.status == "ok" for one in shown), "", None
+    try:
+        where = str(proofs.write(proof)) if good else ""
+    except VCacheError as error:
+        failed = error
     if as_json:
         tables.print_json({"ok": good, "file": where, "proof": plain(proof), "shown": plain(shown)})
     else:
         tables.show(tables.findings(shown), *tables.proved(proof, where))
+    if failed is not None:
+        raise failed
     raise typer.Exit(0 if good else 1)
 
 

@@ -11,6 +11,7 @@ import mmap
 import os
 import platform
 import secrets
+import stat
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ from typing import Any, Literal
 import msgspec
 
 from vcache_backend import proofs
-from vcache_backend.config import ByteSize, ClientConfig, Config, dump, left_out
+from vcache_backend.config import ByteSize, ClientConfig, Config, default_socket, dump, left_out
 from vcache_backend.errors import MAX_LINE_CHARS, SegmentError, VCacheError, printable
 from vcache_backend.metadata_server.start import ANSWER_SECONDS
 from vcache_backend.offload.process import (
@@ -214,7 +215,8 @@ def check_server(config: Config) -> Iterator[Finding]:
             said = str(error)
             detail, _, advice = said.rpartition("; ")
             absent = said.startswith("no metadata server at")  # it may only have to be started
-            if absent and config.connector.start_server:
+            default = config.server.path == default_socket()
+            if absent and default and config.connector.start_server:
                 advice = f"the first instance starts one, and its log says so; or {advice}"
             if not detail:
                 detail = said
@@ -296,21 +298,25 @@ def _provider(call: partial[Any], fd: int) -> Finding:
 
 # ---- a model
 
+CONFIGS = {"config.json", "params.json"}
+"""The file that makes a folder a model for vLLM: Hugging Face's, or Mistral's."""
 THERE = "name a folder that is there, or a model of Hugging Face"
 
 
 def missing(model: str) -> str:
-    """Say that nothing is at a model's path, which vLLM would then take for a name of Hugging Face.
-    Empty if something is there, and for names."""
-    if model.startswith(("/", "./", "../", "~")):
-        try:
-            os.stat(model)
-        except OSError as error:
-            with suppress(OSError):  # the working directory is gone
-                model = os.path.abspath(model)
-            said = f"no model at {model}: {error.strerror}"
-            return printable(said, MAX_LINE_CHARS)
-    return ""
+    """Say that no model is at a path, which vLLM would then take for a name of Hugging Face. Empty
+    if there is one, and for names."""
+    if not model.startswith(("/", "./", "../", "~")):
+        return ""
+    try:
+        if not stat.S_ISDIR(os.stat(model).st_mode) or CONFIGS.intersection(os.listdir(model)):
+            return ""
+        why = "the folder has no config.json"
+    except OSError as error:
+        why = str(error.strerror)
+    with suppress(OSError):  # the working directory is gone
+        model = os.path.abspath(model)
+    return printable(f"no model at {model}: {why}", MAX_LINE_CHARS)
 
 
 def check_model(config: Config, model: str, seconds: float = 300.0) -> Iterator[Finding]:

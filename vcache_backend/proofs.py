@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from contextlib import suppress
 from functools import cache
@@ -16,7 +17,12 @@ import msgspec
 from vcache_backend import __version__
 from vcache_backend.config import state_folder
 from vcache_backend.errors import ConfigError, VCacheError
+from vcache_backend.protocol.sockets import folder_fault
 from vcache_backend.supported import VLLM
+
+TRUSTED = frozenset((os.getuid(), 0))
+"""Proofs of other users are not believed, nor those that others can write."""
+OWN_FOLDER = "set XDG_STATE_HOME to a folder of your own"
 
 
 @cache
@@ -78,23 +84,44 @@ def find(wanted: Combination) -> Proof | None:
 
 
 def believed() -> list[Proof]:
-    """This user's proofs that can be read. Never raises."""
+    """This user's proofs that can be read, and that nobody else could have written. Never
+    raises."""
     found = list[Proof]()
     with suppress(ConfigError, OSError):
-        for file in sorted(state_folder().glob("*.json")):
+        files = sorted(state_folder().glob("*.json"))
+        if files and folder_fault(files[0], TRUSTED):
+            return found
+        for file in files:
             with suppress(OSError, msgspec.MsgspecError):
-                if file.is_file():  # a named pipe would wait for a writer
+                status = file.stat()
+                own = status.st_uid in TRUSTED and not status.st_mode & 0o022
+                if own and stat.S_ISREG(status.st_mode):  # a named pipe would wait for a writer
                     found.append(msgspec.json.decode(file.read_bytes(), type=Proof))
     return found
+
+
+def room() -> Path:
+    """The folder for proofs, made if necessary. VCacheError if no proof can be written there, or
+    none there would be believed."""
+    try:
+        folder = state_folder()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fault = folder_fault(folder / "proof", TRUSTED, OWN_FOLDER)
+        with tempfile.TemporaryDirectory(dir=folder, prefix="."):
+            pass
+    except OSError as error:
+        raise VCacheError(f"the proof cannot be kept: {error}; {OWN_FOLDER}") from error
+    if fault:
+        raise VCacheError(f"the proof cannot be kept: {fault}")
+    return folder
 
 
 def write(proof: Proof) -> Path:
     """Write a proof, whole or not at all, in place of an earlier one of the same combination.
     Returns the file. VCacheError if that is impossible."""
     name = blake2b(msgspec.json.encode(proof.combination), digest_size=8).hexdigest()
+    folder = room()
     try:
-        folder = state_folder()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".") as made:
             with Path(made, "proof").open("wb") as file:
                 os.fchmod(file.fileno(), 0o600)

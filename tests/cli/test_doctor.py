@@ -177,11 +177,12 @@ def test_a_server_that_answers_is_fine_and_who_cannot_share_is_named(
 
 
 def test_no_server_is_a_warning_that_says_how_to_start_one_and_others_are_failures(
-    config: Config,
+    config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = config.server.path
     finding = only(doctor.check_server(config))
-    assert (finding.status, finding.advice) == ("warn", "start one with `vcache serve`")
+    start = f"start one with `vcache serve --socket {path}`"
+    assert (finding.status, finding.advice) == ("warn", start)
     assert str(path) in finding.detail
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as left_over:
         left_over.bind(str(path))
@@ -189,6 +190,8 @@ def test_no_server_is_a_warning_that_says_how_to_start_one_and_others_are_failur
     path.unlink()
     default = from_dict({})
     starts = msgspec.structs.replace(config, connector=default.connector)
+    assert only(doctor.check_server(starts)).advice == start, "nobody starts one at this socket"
+    monkeypatch.setattr(doctor, "default_socket", lambda: path)
     assert only(doctor.check_server(starts)).advice.startswith("the first instance starts one")
     path.write_text("no socket")
     finding = only(doctor.check_server(config))

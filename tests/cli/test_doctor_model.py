@@ -130,6 +130,11 @@ def test_a_path_that_is_not_there_is_named_before_vllm_is_asked(
         prove.run(prove.Settings(path), print)
 
 
+def test_a_folder_that_is_no_model_is_named_before_vllm_is_asked(tmp_path: Path) -> None:
+    with pytest.raises(VCacheError, match=f"no model at {tmp_path}: the folder has no config.json"):
+        prove.run(prove.Settings(str(tmp_path)), print)
+
+
 def test_without_vllm_nobody_guesses(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,7 +165,7 @@ def test_a_server_that_an_instance_has_started_outlives_it(folder: Path) -> None
     with made.undo:
         tokens, early = new_tokens(2 * CHUNK + 1), made.start("early")
         assert early.one(tokens).cached == 0
-        assert "start one with `vcache serve`" in early.log
+        assert f"start one with `vcache serve --socket {made.socket}`" in early.log
         with made.start("starts", {"vcache": {"connector": {"start_server": True}}}) as starts:
             computed = starts.one(tokens)
             made.stored(2)

@@ -6,6 +6,7 @@ import errno
 import logging
 import math
 import os
+import shlex
 import threading
 import time
 from collections import deque
@@ -17,7 +18,7 @@ import msgspec
 
 from vcache_backend import threads
 from vcache_backend.backoff import Backoff
-from vcache_backend.config import ClientConfig
+from vcache_backend.config import ClientConfig, default_socket
 from vcache_backend.errors import (
     ProtocolError,
     Refused,
@@ -288,7 +289,8 @@ class Channel:
             case ConnectionRefusedError() if not self._path.is_socket():
                 return f"{at} is not a socket; set server.socket to that of a metadata server"
             case FileNotFoundError() | ConnectionRefusedError() | NotADirectoryError():
-                why = f"{error.strerror}; start one with `vcache serve`"
+                where = "" if at == default_socket() else f" --socket {shlex.quote(str(at))}"
+                why = f"{error.strerror}; start one with `vcache serve{where}`"
                 return f"no metadata server at {at}: {why}"
             case TimeoutError() | BlockingIOError():
                 why = f"did not answer in {self._config.connect_seconds:g} s"

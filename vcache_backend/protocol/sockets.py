@@ -121,25 +121,24 @@ def advice(error: OSError) -> str:
     return f"; {OWN_FOLDER}" if isinstance(error, PermissionError) else ""
 
 
-def folder_fault(path: Path, trusted: Collection[int]) -> str:
+def folder_fault(path: Path, trusted: Collection[int], own: str = OWN_FOLDER) -> str:
     """Explain why a user outside of `trusted` could put a file at `path`, and what to do; or empty.
+    own: how to take another folder.
 
     OSError if the folder does not exist."""
     folder = path.parent
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode):
         kind = "a link" if stat.S_ISLNK(status.st_mode) else "a file"
-        return f"{folder} is not a folder but {kind}; {OWN_FOLDER}, or remove {folder}"
+        return f"{folder} is not a folder but {kind}; {own}, or remove {folder}"
     if status.st_uid not in trusted:
         return (
-            f"{folder} belongs to uid {status.st_uid}, not to uid {os.getuid()}; {OWN_FOLDER}, "
+            f"{folder} belongs to uid {status.st_uid}, not to uid {os.getuid()}; {own}, "
             f"or remove {folder}"
         )
     if status.st_mode & 0o022:
         shared = status.st_mode & stat.S_ISVTX  # such as /tmp, shared on purpose
-        mend = (
-            OWN_FOLDER if shared else f"`chmod go-w {folder}`, or {OWN_FOLDER}, or remove {folder}"
-        )
+        mend = own if shared else f"`chmod go-w {folder}`, or {own}, or remove {folder}"
         return f"others can write to {folder} (mode {stat.S_IMODE(status.st_mode):04o}); {mend}"
     return ""
 
@@ -161,7 +160,9 @@ class ServerLink:
 
         Sends nothing before the server's user is known."""
         if fault := folder_fault(path, self._trusted):
-            raise ConnectionError(f"{fault}, or name its user in client.server_uid if it is meant")
+            owner = path.parent.lstat().st_uid
+            named = f", or set client.server_uid: {owner} to trust it"
+            raise ConnectionError(fault + named * (owner not in self._trusted))
         # With a timeout of Python's, `connect` would not wait where others fill the server's queue.
         micros = max(1, round((deadline - time.perf_counter()) * 1e6))
         within = struct.pack("@ll", *divmod(micros, 1_000_000))
