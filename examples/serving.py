@@ -27,7 +27,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from vcache_backend.children import Program, module
+from vcache_backend.children import Program, module, until
 from vcache_backend.config import ClientConfig
 from vcache_backend.errors import VCacheError
 from vcache_backend.protocol.client import Client
@@ -147,7 +147,20 @@ class Process(Program):
 
     def kill(self) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        if self.url and self.alive:
+            # A vLLM that is killed leaves semaphores in /dev/shm.
+            self.signal(signal.SIGTERM)
+            until(lambda: not self.alive, 10.0)
+            until(self._is_alone, 2.0)
         super().kill()
+
+    def _is_alone(self) -> bool:
+        """Whether the processes that it has started have ended, too."""
+        try:
+            os.killpg(self.pid, 0)
+        except OSError:
+            return True
+        return False
 
     def ready(self) -> bool:
         """Whether it answers HTTP."""

@@ -215,6 +215,8 @@ def run_vllm(arguments: Annotated[list[str], Arguments]) -> None:
 
     The arguments go to vLLM, and `--kv-transfer-config` with our connector after them. The settings
     are those of VCACHE_CONFIG."""
+    from vcache_backend.supported import VLLM
+
     if wrong := config.left_out():
         raise ConfigError(wrong)
     flag, program = "--kv-transfer-config", "vllm.entrypoints.cli.main"
@@ -225,6 +227,11 @@ def run_vllm(arguments: Annotated[list[str], Arguments]) -> None:
             f"vLLM is not installed in {sys.prefix}, where vcache is: install vcache beside vLLM"
         )
     ours = '{"kv_connector":"VCacheConnector","kv_role":"kv_both"}'
+    if (name := VLLM.installed()[0]) != VLLM.name:
+        raise ConfigError(
+            f"`vllm` does not run from the package {name}: start `python -m "
+            f"vllm.entrypoints.openai.api_server` with {flag} '{ours}'"
+        )
     # The vLLM beside our plugin: another one on PATH may not know it.
     command_line = [sys.executable, "-P", "-m", program, *arguments, flag, ours]
     os.execv(command_line[0], command_line)

@@ -131,7 +131,8 @@ def check_packages(config: Config) -> Iterator[Finding]:
         elif package is VLLM and numbers(version) >= VLLM.high:
             yield _newer(version)
         elif package.supports(version):
-            yield ok(package.name, version if name == package.name else f"{version} ({name})")
+            said = proofs.standing(version, None) if package is VLLM else version
+            yield ok(package.name, said if name == package.name else f"{said} ({name})")
         else:
             detail = f"{version} is not one of the supported versions, {package.wanted}"
             yield (fail if here[package.role] else warn)(package.name, detail, advice)

