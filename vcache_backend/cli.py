@@ -401,7 +401,7 @@ def doctor(
 
 Proved = typer.Argument(metavar="MODEL", help="As `vllm serve` takes it. Default: generated.")
 Seconds = option("SECONDS", "Of work under load.", "--seconds", min=0.0, max=3600.0)
-Share = option("WAY", "How instances share.", "--share")
+Share = option("WAY", "How instances share: in_place or pool.", "--share")
 
 
 @app.command()

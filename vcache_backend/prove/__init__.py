@@ -160,7 +160,8 @@ class Pair(Comparison):
         found, some = self.differences(self._prompts.hits(dict.fromkeys(lengths, 6)))
         wrong = Counter(filter(None, found))
         more = "; ".join(f"{count} {how}" for how, count in wrong.most_common(3))
-        more = more or f"{some} of {len(found)} prompts hit something"
+        if not more and some < len(found):
+            more = f"{some} of {len(found)} prompts hit something"
         compared = len(found) - found.count(None)
         return shown(what, found.count("") if 2 * some > len(found) else 0, compared, more)
 
