@@ -107,14 +107,17 @@ class Proxy:
         except (ValueError, TypeError, RecursionError, web.RequestPayloadError):
             raise web.HTTPBadRequest(text="the body must be a JSON object") from None
         number, first = next(self._numbers), None
-        able = not_paused(self.prefill)
-        announced, decode = bool(able), least(self.decode, not_paused(self.decode) or self.decode)
+        able, (_, wishes) = not_paused(self.prefill), wishes_of(body)
+        decode = least(self.decode, not_paused(self.decode) or self.decode)
+        # What the prefill server may not store is not asked of it.
+        stores = wishes is None or wishes.get("store") is not False
+        announced = bool(able) and stores
         if announced:
             prefill = least(self.prefill, able)
             first = asyncio.create_task(self._prefill(number, prefill, request.path, body))
             if self.order == "prefill-first":
                 announced = await first
-        else:
+        elif stores:
             say(
                 f"request {number}: not announced, the prefill servers failed a moment ago; the "
                 "decode server computes the prompt"
@@ -185,10 +188,9 @@ class Proxy:
 
     def _with_announcement(self, body: dict[str, Any]) -> dict[str, Any]:
         """Add `kv_transfer_params` that announce the request's KV. The client's own values there
-        count; if they are no object, the decode server says so. Nothing is announced that the
-        prefill server may not store."""
+        count; if they are no object, the decode server says so."""
         given, wishes = wishes_of(body)
-        if wishes is None or wishes.get("store") is False:
+        if wishes is None:
             return body
         announced = {**given, "vcache": {**self.announcement, **wishes}}
         return {**body, "kv_transfer_params": announced}

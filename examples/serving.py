@@ -147,12 +147,14 @@ class Process(Program):
 
     def kill(self) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        if self.url and self.alive:
-            # A vLLM that is killed leaves semaphores in /dev/shm.
-            self.signal(signal.SIGTERM)
-            until(lambda: not self.alive, 10.0)
-            until(self._is_alone, 2.0)
-        super().kill()
+        try:
+            if self.url and self.alive:
+                # A vLLM that is killed leaves semaphores in /dev/shm.
+                self.signal(signal.SIGTERM)
+                until(lambda: not self.alive, 10.0)
+                until(self._is_alone, 2.0)
+        finally:  # Ctrl-C once more
+            super().kill()
 
     def _is_alone(self) -> bool:
         """Whether the processes that it has started have ended, too."""

@@ -102,11 +102,12 @@ def test_another_user_is_not_believed(kept: Path, monkeypatch: pytest.MonkeyPatc
 def test_no_proof_is_kept_where_nobody_would_believe_it(kept: Path) -> None:
     """`vcache prove` says so before it starts anything."""
     kept.parent.chmod(0o777)
+    assert "others can write to" in proofs.unbelieved()
     for call in (proofs.room, lambda: proofs.write(PROOF)):
         with pytest.raises(VCacheError, match="others can write to .*chmod go-w .*XDG_STATE_HOME"):
             call()
     kept.parent.chmod(0o700)
-    assert (proofs.room(), proofs.believed()) == (kept.parent, [PROOF])
+    assert (proofs.room(), proofs.believed(), proofs.unbelieved()) == (kept.parent, [PROOF], "")
 
 
 def test_a_full_disk_leaves_the_earlier_proof(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -429,7 +429,9 @@ def prove(
     except VCacheError as error:
         failed = error
     if as_json:
-        tables.print_json({"ok": good, "file": where, "proof": plain(proof), "shown": plain(shown)})
+        tables.print_json(
+            {"ok": bool(where), "file": where, "proof": plain(proof), "shown": plain(shown)}
+        )
     else:
         tables.show(tables.findings(shown), *tables.proved(proof, where))
     if failed is not None:

@@ -128,8 +128,8 @@ def check_packages(config: Config) -> Iterator[Finding]:
             other = f"; without CUDA: {package.builds[0]}" if package.builds else ""
             lacks = "not installed, and needed with this machine and configuration"
             yield fail(name, lacks, advice + other)
-        elif package is VLLM and numbers(version) >= VLLM.high:
-            yield _newer(version)
+        elif package is VLLM and numbers(version) >= VLLM.low and not VLLM.supports(version):
+            yield _unlisted(version)
         elif package.supports(version):
             said = proofs.standing(version, None) if package is VLLM else version
             yield ok(package.name, said if name == package.name else f"{said} ({name})")
@@ -140,7 +140,7 @@ def check_packages(config: Config) -> Iterator[Finding]:
         yield fail("plugin", "vLLM will not find VCacheConnector", wrong)
 
 
-def _newer(version: str) -> Finding:
+def _unlisted(version: str) -> Finding:
     """Say whether a vLLM that vcache was not tested with was proved here."""
     ours = {"vllm": version, "vcache": proofs.installed()}
     for proof in proofs.believed():
@@ -151,7 +151,7 @@ def _newer(version: str) -> Finding:
                 VLLM.name, f"{said}: {what['share']} on {what['device']}, torch {what['torch']}"
             )
     advice = "run `vcache prove`: behind a proof instances share"
-    return warn(VLLM.name, f"{version} is newer than what vcache was tested with", advice)
+    return warn(VLLM.name, f"{version}: vcache was not tested with it", advice)
 
 
 # ---- GPUs

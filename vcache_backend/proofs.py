@@ -88,10 +88,7 @@ def believed() -> list[Proof]:
     raises."""
     found = list[Proof]()
     with suppress(ConfigError, OSError):
-        files = sorted(state_folder().glob("*.json"))
-        if files and folder_fault(files[0], TRUSTED):
-            return found
-        for file in files:
+        for file in sorted(state_folder().glob("*.json")) if not unbelieved() else ():
             with suppress(OSError, msgspec.MsgspecError):
                 status = file.stat()
                 own = status.st_uid in TRUSTED and not status.st_mode & 0o022
@@ -100,15 +97,24 @@ def believed() -> list[Proof]:
     return found
 
 
+def unbelieved() -> str:
+    """Why no proof in this user's state folder would be believed, and what to do; empty if one
+    would, or there is no folder. Never raises."""
+    with suppress(ConfigError, OSError):
+        return folder_fault(state_folder() / "proof", TRUSTED, OWN_FOLDER)
+    return ""
+
+
 def room() -> Path:
     """The folder for proofs, made if necessary. VCacheError if no proof can be written there, or
     none there would be believed."""
     try:
         folder = state_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fault = folder_fault(folder / "proof", TRUSTED, OWN_FOLDER)
-        with tempfile.TemporaryDirectory(dir=folder, prefix="."):
-            pass
+        fault = unbelieved()
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(4096))  # or fails: the disk is full
+            file.flush()
     except OSError as error:
         raise VCacheError(f"the proof cannot be kept: {error}; {OWN_FOLDER}") from error
     if fault:
@@ -130,5 +136,5 @@ def write(proof: Proof) -> Path:
                 os.fsync(file.fileno())
             os.replace(file.name, folder / f"{name}.json")
     except OSError as error:
-        raise VCacheError(f"the proof cannot be kept: {error}") from error
+        raise VCacheError(f"the proof cannot be kept: {error}; {OWN_FOLDER}") from error
     return folder / f"{name}.json"

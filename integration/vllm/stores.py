@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain, count
 from math import inf
 from operator import attrgetter
@@ -171,7 +172,8 @@ class StorePlanner:
                 tracked.store.extend(added)
             self._compute(tracked, computed, reached, meta)
         if self._publications is not None and self._context.stores:
-            given = requests, self._may_publish, self._lookups, self._context.news.epoch
+            allowed = partial(self._may_publish, scheduled=scheduled)
+            given = requests, allowed, self._lookups, self._context.news.epoch
             meta.publications = self._publications.publish(*given)
 
     def take_completed(self) -> list[tuple[list[ChunkKey], list[int]]]:
@@ -179,17 +181,30 @@ class StorePlanner:
         completed, self._completed = self._completed, []
         return completed
 
-    def _may_publish(self, tracked: Tracked, seen: dict[tuple[Any, ...], str]) -> int | None:
+    def _may_publish(
+        self,
+        tracked: Tracked,
+        seen: dict[tuple[Any, ...], str],
+        scheduled: Mapping[str, int] | None = None,
+    ) -> int | None:
         """The blocks of how many leading hashes a request may publish. None: not before another
-        connector's load is over. seen: see `Lookups.name`."""
+        connector's load is over. seen: see `Lookups.name`. scheduled: the tokens of each request in
+        the step being planned: no other step's, however early vLLM names their blocks. None: of a
+        load."""
         if not self._may_store(tracked):
             return 0
         if tracked.store.trusted_after > self.trusted:
             return None
         if not self._lookups.name(tracked, seen):
             return 0
-        prompt, hashes = tracked.request.num_prompt_tokens, len(tracked.request.block_hashes)
-        return prompt // self._context.hash_block if self._context.prompts_only else hashes
+        request, size = tracked.request, self._context.hash_block
+        hashes = len(request.block_hashes)
+        if scheduled is not None:
+            reached = request.num_computed_tokens + scheduled.get(request.request_id, 0)
+            hashes = min(hashes, reached // size)
+        return (
+            min(hashes, request.num_prompt_tokens // size) if self._context.prompts_only else hashes
+        )
 
     def stop(self, tracked: Tracked) -> None:
         """Store nothing more of the request, whose blocks may not hold what they should."""

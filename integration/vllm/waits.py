@@ -25,7 +25,8 @@ log = logging.getLogger("vllm.vcache")
 
 AGAIN_SECONDS = 0.001
 """The time between two probes for a waiting request, each of some 20 us. While nobody computes what
-it waits for, as long for every four that wait: otherwise many would slow down every step."""
+it waits for, a quarter of it times the number of waiting requests, if that is longer: otherwise
+many would slow down every step."""
 MOST_WAITING = 256
 """How many requests wait at once; further requests are computed. vLLM looks at every waiting
 request in every step, which takes some 0.03 ms."""
@@ -255,6 +256,7 @@ class Waits:
         now = monotonic()
         many = 1.0 if tracked.wait.begun else max(1.0, len(self.waiting) / 4)
         due = now >= tracked.wait.asked + AGAIN_SECONDS * many
+        due |= tracked.wait.wait is not None and now > tracked.wait.wait.until
         if due:
             tracked.wait.asked = now
         return due

@@ -171,7 +171,7 @@ def test_earlier_releases_of_vllm_are_refused_and_later_ones_want_a_proof(
     for version in ("0.30.2", "dev", "0.3", ""):
         monkeypatch.setattr(vllm, "__version__", version)
         assert planned()[1] == f"vLLM {version} is not supported: install vllm>=0.31,<0.34"
-    for version in ("0.34.0", "1.31.0", "0.320.0", "0.34.0.dev1+g0"):
+    for version in ("0.34.0", "1.31.0", "0.320.0", "0.34.0.dev1+g0", "0.33.1rc1.dev412+g0"):
         monkeypatch.setattr(vllm, "__version__", version)
         why = f"vcache was not tested with vLLM {version}, and nobody has proved it here: run"
         assert planned()[1].startswith(f"{why} `vcache prove`")

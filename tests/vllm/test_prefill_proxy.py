@@ -236,11 +236,13 @@ WISHES = {
 def test_what_is_announced_to_whom(servers: list[Server], case: str) -> None:
     """A decode server does not wait for what nobody stores, nor a prefill server for itself."""
     prefill, decode, (given, expected) = servers[0], servers[2], WISHES[case]
-    decode.ready = lambda _: eventually(lambda: prefill.asked)
+    stores = case != "no store"
+    decode.ready = lambda _: eventually(lambda: prefill.asked or not stores)
     body = json.dumps({"prompt": "a", "kv_transfer_params": given}).encode()
     with proxy([prefill.url], [decode.url]) as (port, _):
         assert ask(port, body) == 200
     assert decode.asked[0]["kv_transfer_params"] == expected
+    assert bool(prefill.asked) == stores
     assert "announced" not in json.dumps(prefill.asked)
 
 

@@ -54,6 +54,22 @@ def test_a_step_publishes_the_blocks_it_completes_where_they_lie(engine: Engine)
     assert later[1][0].generation > first[0].generation
 
 
+def test_what_no_step_has_written_is_not_published(make: Make) -> None:
+    """However early a vLLM names the blocks of later steps."""
+    engine = make(arguments={"max_num_batched_tokens": 2 * CHUNK})
+    manager = engine.scheduler.kv_cache_manager
+    allocate = manager.allocate_slots
+
+    def early(request: Any, new: int, *given: Any, **more: Any) -> Any:
+        return allocate(request, request.num_tokens - request.num_computed_tokens, *given, **more)
+
+    manager.allocate_slots = early
+    request = engine.add(new_tokens(5 * CHUNK - 9))
+    engine.finish(request)
+    published = [engine.numbers(request, meta) for meta in engine.metas]
+    assert [one for one in published if one] == [[*range(2 * EACH)]]
+
+
 def test_of_answers_nothing_is_published_if_prompts_alone_are_stored(make: Make) -> None:
     engine = make(store="prompt")
     request = engine.add(new_tokens(2 * CHUNK - 3), max_tokens=2 * BLOCK)

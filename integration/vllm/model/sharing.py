@@ -80,6 +80,8 @@ def _proved(made: Plan) -> Plan:
     refused, how = made.refused, " --share pool" if connector.share == "pool" else ""
     if wanted is not None and proof is None and not connector.unproved:
         why = f"vcache was not tested with vLLM {version}, and nobody has proved it here"
+        if fault := proofs.unbelieved():
+            why += f" (no proof there is believed: {fault})"
         refused = refused or f"{why}: run `vcache prove{how}` (or set connector.unproved: true)"
     return made._replace(refused=refused, standing=proofs.standing(version, proof))
 
