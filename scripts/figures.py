@@ -274,7 +274,7 @@ EQUAL = {
         "lmcache": "f4151d0b",
     },
     "the same, one H200, the latest": {
-        "inplace": "e4a1414e",
+        "inplace": "2042341f",
         "vllm": "7c262837",
         "lmcache": "9695bb3f",
     },

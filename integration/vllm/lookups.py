@@ -219,12 +219,13 @@ class Lookups:
             try:
                 answer = self._answer(client, tracked, first, over)
             except VCacheError as error:
-                answer = self._failed(error, late=late_since is not None)
+                late = late_since is not None
+                answer = self._failed(error, late, counted=lookup.failed)
         self._late = answer is LATE
         if self._late:
             lookup.late_since = late_since or now
             return answer
-        lookup.late_since = None
+        lookup.late_since, lookup.failed = None, answer is FAILED
         if not answer.counted:
             self._count(tracked, answer, first)
         return answer
@@ -313,10 +314,12 @@ class Lookups:
         reply = client.find(self._request(tracked, first, begins=True))
         return self._answered(client, tracked, first, most, reply, at, at, fresh=True)
 
-    def _failed(self, error: VCacheError, late: bool = False) -> Answer:
-        """late: an earlier step has waited for the answer in vain."""
+    def _failed(self, error: VCacheError, late: bool = False, counted: bool = False) -> Answer:
+        """late: an earlier step has waited for the answer in vain. counted: so was the last
+        answer."""
         log.debug("look-up: %s", error)
-        self._meter.count("failures", 1, "late" if late else error.cause)
+        if not counted:
+            self._meter.count("failures", 1, "late" if late else error.cause)
         return FAILED
 
     def _request(self, tracked: Tracked, first: int, begins: bool) -> Find:

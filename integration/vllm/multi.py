@@ -284,11 +284,12 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
 
     # ---- in a worker
 
-    @guarded(answer(None))
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Another connector's may raise, as it does without us: see `Guarded.begin`."""
+        for child in self._others:
+            child.begin(kv_caches)
         # Ours last: another one may move a KV cache on a CPU, which ours then refuses.
-        for child in (*self._others, self._ours):
-            child.register_kv_caches(kv_caches)
+        self._ours.register_kv_caches(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         self._learn(kv_connector_metadata)

@@ -68,6 +68,12 @@ class Guarded:
         self.__dict__[name] = call
         return call
 
+    def begin(self, kv_caches: dict[str, Any]) -> None:
+        """`register_kv_caches`. What it raises ends vLLM's start, as it does without us: the
+        connector's half in the scheduler would go on, and might hold blocks for ever."""
+        if not self.off_at:
+            self._it.register_kv_caches(kv_caches)
+
     def fail(self, reason: str, error: Exception | None = None) -> None:
         """Put the connector out of use."""
         if not self.off_at:

@@ -169,6 +169,8 @@ class LookupState(msgspec.Struct):
     answer: Answer | None = None
     late_since: float | None = None
     """Since when vLLM comes back for a late answer (time.monotonic)."""
+    failed: bool = False
+    """The last answer was `FAILED`. The metrics count it once, though vLLM may ask in each step."""
     most: int = 0
     """How many leading tokens could be loaded when the request was last looked at."""
     chunks: int = 0

@@ -28,6 +28,11 @@ REQUEST = (
     "skip_reading_prefix_cache shared_prefix_boundary session_id"
 )
 """Attributes of vLLM's requests, beside those that `_unlike` reads."""
+FIELDS = {
+    "KVConnectorOutput": "kv_connector_worker_meta invalid_block_ids finished_recving",
+    "SchedulerOutput": "kv_cache_block_copies preempted_req_ids",
+}
+"""Fields of vLLM's descriptions of a step and of what it did."""
 NAMED_BY = {
     "popleft_n": "get_new_blocks",
     "free_block_queue": (
@@ -199,6 +204,8 @@ def _unlike() -> Iterator[str]:
     """How a small block pool of vLLM behaves otherwise than `KVBlocks` takes it to."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
     from .blocks import KVBlocks
@@ -217,6 +224,9 @@ def _unlike() -> Iterator[str]:
     taken = pool.get_new_blocks(3)
     pool.cache_full_blocks(request, taken, 0, 2, 4, 0)
     lacking = [name for name in REQUEST.split() if not hasattr(request, name)]
+    for kind in (KVConnectorOutput, SchedulerOutput):
+        known = kind.__dataclass_fields__
+        lacking += [name for name in FIELDS[kind.__name__].split() if name not in known]
     seen: list[Any] = [lacking, isinstance(taken, list), blocks.cached(request.block_hashes[1])]
     seen += [sizes, blocks.held, blocks.free, blocks.head(2), blocks.vacant(9)]
     pool.free_blocks(reversed(taken))

@@ -109,6 +109,11 @@ def test_a_hung_server_costs_one_deadline(engine: Engine, monkeypatch: pytest.Mo
         eventually(lambda: loaded(engine) == 0 and request.num_computed_tokens)
         second = engine.add(new_tokens(PROMPT))
         assert loaded(engine) == 0 < second.num_computed_tokens
+        # As often as vLLM asks while the request waits for another connector's answer.
+        tracked = engine.tracked(second)
+        assert [engine.half.lookups.find(tracked, 0) is requests.FAILED for _ in "123"] == [
+            True
+        ] * 3
     assert [cause for _, _, cause in counted] == ["late", "server"]
     again = new_tokens(PROMPT)
     eventually(lambda: engine.half.context.client.connected)

@@ -30,6 +30,20 @@ def test_whatever_another_connector_raises_ends_there(name: str) -> None:
     assert child.off_at
 
 
+def test_a_connector_that_cannot_begin_ends_the_start_as_it_does_alone() -> None:
+    """Its half in the scheduler would go on, and vLLM's SimpleCPUOffloadConnector holds blocks until
+    its worker has copied them."""
+
+    def fails(_: object) -> None:
+        raise AttributeError("no stream")
+
+    child = Guarded(SimpleNamespace(register_kv_caches=fails))
+    with pytest.raises(AttributeError, match="no stream"):
+        child.begin({})
+    child.fail("on purpose")
+    child.begin({})
+
+
 States = Enum("States", "READY BYPASS_LMCACHE")
 Before = Enum("Before", "READY")
 

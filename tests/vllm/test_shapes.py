@@ -229,6 +229,11 @@ OTHERS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
         "free_blocks",
         lambda frees: lambda self, blocks: frees(self, reversed(list(blocks))),
     ),
+    "failed blocks have another name": (
+        "v1.outputs:KVConnectorOutput",
+        "__dataclass_fields__",
+        lambda fields: {name: one for name, one in fields.items() if name != "invalid_block_ids"},
+    ),
     "a look-up finds nothing": (POOL, "get_cached_block", lambda _: lambda *_: None),
     "all blocks are null": ("v1.core.kv_cache_utils:KVCacheBlock", "is_null", lambda _: True),
 }
