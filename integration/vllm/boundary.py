@@ -28,9 +28,14 @@ AGAIN_SECONDS = 5.0
 """How often a half out of use tries to tell the server why, until a server has heard it."""
 
 
+class OthersError(Exception):
+    """Another connector beside ours cannot begin. Raised into vLLM, which does not start without us
+    either."""
+
+
 def guarded(otherwise: Callable[..., Any]) -> Callable[[Method], Method]:
-    """Decorator for a method of a `Boundary`: if the half is off or the method raises, answer
-    `otherwise(self, *args)`, which must not raise."""
+    """Decorator for a method of a `Boundary`: if the half is off or the method raises anything but
+    an OthersError, answer `otherwise(self, *args)`, which must not raise."""
 
     def decorate(method: Method) -> Method:
         @functools.wraps(method)
@@ -38,6 +43,8 @@ def guarded(otherwise: Callable[..., Any]) -> Callable[[Method], Method]:
             if not self.off:
                 try:
                     return method(self, *args, **kwargs)
+                except OthersError:
+                    raise
                 except Exception as error:  # noqa: BLE001 - nothing of ours raises into vLLM
                     self.fail(f"{method.__name__}: {type(error).__name__}: {error}", error)
             return otherwise(self, *args, **kwargs)

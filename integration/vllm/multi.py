@@ -284,8 +284,9 @@ class VCacheMultiConnector(Boundary, MultiConnector):  # type: ignore[misc]
 
     # ---- in a worker
 
+    @guarded(answer(None))
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Another connector's may raise, as it does without us: see `Guarded.begin`."""
+        """Raises OthersError."""
         for child in self._others:
             child.begin(kv_caches)
         # Ours last: another one may move a KV cache on a CPU, which ours then refuses.

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
 
 from .. import hooks
 from .beside_lmcache import ALONE, BesideLoads, Transfers
+from .boundary import OthersError
 from .model import compat
 
 log = logging.getLogger("vllm.vcache")
@@ -69,10 +70,14 @@ class Guarded:
         return call
 
     def begin(self, kv_caches: dict[str, Any]) -> None:
-        """`register_kv_caches`. What it raises ends vLLM's start, as it does without us: the
-        connector's half in the scheduler would go on, and might hold blocks for ever."""
+        """`register_kv_caches`. Raises OthersError if it raises: the connector's half in the
+        scheduler would go on, and might hold blocks for ever."""
         if not self.off_at:
-            self._it.register_kv_caches(kv_caches)
+            try:
+                self._it.register_kv_caches(kv_caches)
+            except Exception as error:
+                said = f"{self.name} cannot begin: {type(error).__name__}: {error}"
+                raise OthersError(said) from error
 
     def fail(self, reason: str, error: Exception | None = None) -> None:
         """Put the connector out of use."""

@@ -14,7 +14,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.request import RequestStatus
 
 from vcache_backend.integration.vllm import longest_hit
+from vcache_backend.integration.vllm.boundary import OthersError
 from vcache_backend.integration.vllm.longest_hit import Hits, LongestHit
+from vcache_backend.integration.vllm.multi import VCacheMultiConnector
 from vcache_backend.integration.vllm.others import ANSWERS, Guarded
 
 HOOKS = [name for name in dir(KVConnectorBase_V1) if not name.startswith("_")]
@@ -38,10 +40,9 @@ def test_a_connector_that_cannot_begin_ends_the_start_as_it_does_alone() -> None
         raise AttributeError("no stream")
 
     child = Guarded(SimpleNamespace(register_kv_caches=fails))
-    with pytest.raises(AttributeError, match="no stream"):
-        child.begin({})
-    child.fail("on purpose")
-    child.begin({})
+    half = SimpleNamespace(off="", fail=pytest.fail, _others=[child])
+    with pytest.raises(OthersError, match="cannot begin: AttributeError: no stream"):
+        VCacheMultiConnector.register_kv_caches(half, {})
 
 
 States = Enum("States", "READY BYPASS_LMCACHE")
