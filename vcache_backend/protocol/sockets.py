@@ -160,9 +160,10 @@ class ServerLink:
 
         Sends nothing before the server's user is known."""
         if fault := folder_fault(path, self._trusted):
-            owner = path.parent.lstat().st_uid
-            named = f", or set client.server_uid: {owner} to trust it"
-            raise ConnectionError(fault + named * (owner not in self._trusted))
+            folder = path.parent.lstat()
+            if stat.S_ISDIR(folder.st_mode) and folder.st_uid not in self._trusted:
+                fault += f", or set client.server_uid: {folder.st_uid} to trust it"
+            raise ConnectionError(fault)
         # With a timeout of Python's, `connect` would not wait where others fill the server's queue.
         micros = max(1, round((deadline - time.perf_counter()) * 1e6))
         within = struct.pack("@ll", *divmod(micros, 1_000_000))
